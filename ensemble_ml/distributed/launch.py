@@ -41,6 +41,7 @@ _log = logging.getLogger("ensemble_ml")
 # First and longest interval between polls of the store, in seconds. Intervals grow, because rank 0 serves all ranks.
 _LOOK, _RARELY = 0.02, 0.5
 _LEFT = "left"  # the key that a trainer sets in the store when it stops
+_STOPPED = "stopped"  # the key that a rank sets when it leaves because of a signal: whether it asks to be requeued
 
 
 def start(config: ParallelConfig, env: dict[str, str] | None = None) -> Session:
@@ -159,7 +160,11 @@ class Session:
         return self.world.size == 1 or all(self._store.get(f"host/{rank}") == own for rank in ranks)
 
     def meet(self) -> None:
-        """Return when all ranks have called this. Like `once`, it may take any time."""
+        """Return when all ranks have called this. Like `once`, it may take any time.
+
+        Raises:
+            Stopped: a rank was stopped by a signal of its own and will not come.
+        """
         self._meet(self.world.size)
 
     def meet_model(self) -> None:
@@ -172,7 +177,18 @@ class Session:
             return
         key = self._key(model)
         self._store.add(key, 1)
-        _until(lambda: self._store.add(key, 0) == size)
+
+        def here() -> bool:
+            # This is asked first, because a rank may come and be stopped between the two requests.
+            stopped = self._store.check([_STOPPED])
+            if self._store.add(key, 0) == size:
+                return True
+            if stopped:
+                requeue = self._store.get(_STOPPED) == b"1"
+                raise Stopped(requeue, self.first, "another rank was stopped; the same command goes on")
+            return False
+
+        _until(here)
 
     def hear_trainers(self, what: str, text: str) -> list[str] | None:
         """Give the other trainers a text, and return the texts of all trainers, in order. This may take any time.
@@ -266,10 +282,14 @@ class Session:
             _log.setLevel(self._level)
         if self._watch is None:
             return
+        if isinstance(error, Stopped):
+            error.first = self.first  # a signal handler does not know the rank
         # If all ranks stop at the same step on purpose, that is a clean end. Every other error is reported.
         if error is not None and not (isinstance(error, Stopped) and error.together):
             self._fail(error)
         else:
+            if isinstance(error, Stopped):
+                self._store.set(_STOPPED, str(int(error.requeue)))
             self._watch.leave()
             dist.destroy_process_group()
         # Launchers end all ranks at the first exit status that is not 0. Rank 0 exits with such a status to ask for a

@@ -5,12 +5,18 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from parallel.ranks import run_ranks, until_gone
 
-from ensemble_ml.distributed import watch
+from ensemble_ml import cli
+from ensemble_ml.config import ParallelConfig
+from ensemble_ml.distributed import launch, watch
+from ensemble_ml.distributed.topology import Topology
+from ensemble_ml.distributed.world import World
+from ensemble_ml.errors import STATUS_REQUEUE, Stopped
 
 
 def fails(session, how):
@@ -86,6 +92,32 @@ def test_ranks_that_are_interrupted_end_by_themselves(tmp_path, monkeypatch, fir
     assert [code for code, *_ in ends] == [1, 1, 70] and ends[2][1] < 10
     assert all("KeyboardInterrupt" in text and "leaves" not in text for *_, text in ends[:2])
     assert f"rank {first} ({os.uname().nodename}) was interrupted at step 17; this rank leaves" in ends[2][2]
+
+
+def stopped_alone(session):
+    """A signal ahead of the time limit reaches one rank of a forecast, while the others wait for all to be done."""
+    if session.topology.rank == 1:
+        raise Stopped(requeue=True, why="stopped by SIGUSR1")
+    session.meet()
+
+
+def test_who_waits_for_a_rank_that_was_stopped_stops_too(monkeypatch):
+    monkeypatch.setattr(launch, "LAST", 0.0)
+    ends = run_ranks(stopped_alone, 3, statuses=True, seconds=20)
+    assert [code for code, *_ in ends] == [1, 1, 1]
+    assert all("Stopped: another rank was stopped; the same command goes on" in ends[rank][2] for rank in (0, 2))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_the_first_rank_asks_for_a_restart(monkeypatch, rank):
+    """A launcher ends all ranks at the first status that is not 0."""
+    monkeypatch.setattr(launch, "LAST", 0.0)
+    monkeypatch.setattr(launch.dist, "destroy_process_group", lambda: None)
+    session = launch.Session(World(rank=rank, size=2), Topology(data=2, rank=rank), ParallelConfig())
+    session._watch, session._store = SimpleNamespace(leave=lambda: None), SimpleNamespace(set=lambda *_: None)
+    error = Stopped(requeue=True, why="stopped by SIGUSR1")  # as the handler of a signal raises it
+    session.__exit__(Stopped, error, None)
+    assert cli._stopped(error) == (0 if rank else STATUS_REQUEUE)
 
 
 def slow(session):
