@@ -67,7 +67,8 @@ class Forecaster:
         """Predict a batch of init times. Return the prediction, on the CPU, and what `variable` needs of the samples.
 
         Raises:
-            UserError: an input cannot be read, or is NaN or infinite and the model has no mask there.
+            UserError: an input cannot be read, or is NaN or infinite and the model has no mask there; or the checkpoint
+                was replaced.
         """
         # The lock is also held while inputs are read. Otherwise the inputs of many batches would wait in memory.
         # The source may itself be a lazy Dataset. It is computed in this thread, because all other threads of Dask may
@@ -115,6 +116,12 @@ class Forecaster:
             # matrix products in another way, which rounds differently.
             with torch.inference_mode(False):
                 model, meta = load_model(config.checkpoint)
+            # The attributes of the forecast, which are known by now, name the checkpoint by its hash.
+            if meta["sha256"] != self.job.meta["sha256"]:
+                raise UserError(
+                    f"checkpoint {config.checkpoint}: was replaced since the forecast was asked for; load the model"
+                    " again, and predict again"
+                )
             if config.static is not None:
                 replace_static(model, source)
             device = solo().device if self._device is None else torch.device(self._device)

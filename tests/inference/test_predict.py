@@ -1,6 +1,7 @@
 """Forecasts hold what the model says, whatever the number of members and the part of the grid."""
 
 import importlib
+import shutil
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.fields import GAMMA_SHIFT
 from ensemble_ml.inference import predict
 from ensemble_ml.inference.contents import TIME_AXES
+from ensemble_ml.inference.job import plan_job
+from ensemble_ml.inference.lazy import forecast_dataset
 from ensemble_ml.inference.outputs import order_of_equals
 from ensemble_ml.inference.predict import put_on_device
 from ensemble_ml.models import Speed, ensemble_input
@@ -260,6 +263,22 @@ def test_static_fields_given_replace_those_of_the_checkpoint(config, source, tmp
     kept = opened(predict(config(checkpoint=given), other)[0])
     replaced = opened(predict(config(checkpoint=given, static="f.nc", overwrite=True), other)[0])
     assert not np.array_equal(kept.t_mean, replaced.t_mean)
+
+
+def test_a_lazy_forecast_is_of_the_checkpoint_that_it_names(config, source, tmp_path):
+    """An export may be replaced between `predict` and `compute`, which loads the weights."""
+    given = tmp_path / "model"
+    shutil.copytree(make_checkpoint(tmp_path / "one", make_spec(source)), given)
+    meta = load_checkpoint(given).meta
+    job, starts = plan_job(config(checkpoint=str(given)), source, load_checkpoint(given).spec, meta)
+    forecast = forecast_dataset(job, starts, "cpu")
+    assert forecast.attrs["checkpoint_sha256"] == meta["sha256"]
+    assert np.isfinite(forecast["t_mean"].values).all()
+    forecast = forecast_dataset(job, starts, "cpu")
+    shutil.rmtree(given)
+    shutil.copytree(make_checkpoint(tmp_path / "other", make_spec(source), seed=2), given)
+    with pytest.raises(UserError, match=f"^checkpoint {given}: was replaced since the forecast was asked for; load"):
+        forecast["t_mean"].values  # noqa: B018
 
 
 def test_precision_and_threads(config, source, tmp_path, monkeypatch):
