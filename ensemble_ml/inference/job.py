@@ -84,6 +84,8 @@ def plan_job(
     trained = (*meta.get("training_dates", ()), *meta.get("earlier_dates", {}).get("training", ()))
     starts = plan_starts(source, spec, config, trained, warn=warn)
     if warn:
+        if config.static is not None and not spec.static:
+            log.warning("static=%s: the checkpoint takes no static fields, so these have no effect", config.static)
         _tell_of_few(starts, meta)
         if "input_range" in meta:
             tell_of_far_thresholds(wanted, meta["input_range"])

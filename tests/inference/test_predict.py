@@ -281,6 +281,13 @@ def test_a_lazy_forecast_is_of_the_checkpoint_that_it_names(config, source, tmp_
         forecast["t_mean"].values  # noqa: B018
 
 
+def test_static_fields_that_the_checkpoint_does_not_take_are_told(config, source, caplog):
+    other = make_source()
+    other.fields = {"orog": np.zeros(source.layout.grid.shape, np.float32)}
+    predict(config(static="f.nc", members_in=3), other)
+    assert "static=f.nc: the checkpoint takes no static fields, so these have no effect" in caplog.text
+
+
 def test_precision_and_threads(config, source, tmp_path, monkeypatch):
     module, seen = importlib.import_module("ensemble_ml.inference.predict"), []
     forward = module.forward
