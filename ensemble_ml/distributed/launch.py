@@ -289,7 +289,8 @@ class Session:
             self._fail(error)
         else:
             if isinstance(error, Stopped):
-                self._store.set(_STOPPED, str(int(error.requeue)))
+                with suppress(dist.DistError):  # where rank 0 is gone, the watch ends this process
+                    self._store.set(_STOPPED, str(int(error.requeue)))
             self._watch.leave()
             dist.destroy_process_group()
         # Launchers end all ranks at the first exit status that is not 0. Rank 0 exits with such a status to ask for a
