@@ -16,6 +16,7 @@ import shutil
 import time
 from contextlib import suppress
 from enum import Enum
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def draft_of(path: Path) -> Path:
     Killed runs leave such drafts. The name is random, because processes in different containers may have the same
     process id.
     """
-    for draft in path.parent.glob(f".{path.name}.partial-*"):
+    for draft in path.parent.glob(f".{escape(path.name)}.partial-*"):
         with suppress(FileNotFoundError):
             if time.time() - draft.stat().st_mtime > _ABANDONED:
                 if draft.is_dir():

@@ -52,6 +52,15 @@ def test_inspect_shows_the_card_of_a_run(trained, capsys):
     assert found["training_dates"] == {"count": len(dates), "first": dates[0], "last": dates[-1]}
 
 
+def test_what_killed_exports_left_is_removed_by_name_and_not_by_pattern(trained, tmp_path):
+    own, other = (tmp_path / f".{name}.partial-0" for name in ("model[1]", "model1"))
+    for draft in (own, other):
+        draft.mkdir()
+        os.utime(draft, (0, 0))
+    export(ExportConfig(str(trained[0]), str(tmp_path / "model[1]")))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [other.name, "model[1]"]
+
+
 def test_inspect_shows_the_card_that_an_export_has(trained, tmp_path, capsys):
     folder = export(ExportConfig(str(trained[0].parent.parent), str(tmp_path / "model")))
     (folder / "MODEL_CARD.md").write_text("# With scores\n")
