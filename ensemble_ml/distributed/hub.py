@@ -120,15 +120,17 @@ class Hub:
 
     def _run(self) -> None:
         """Close one vote after the other, until the hub is closed or a vote has failed."""
-        while (voters := self._chosen()) is not None:
-            if not voters:
-                absent = torch.ones(self._size, dtype=torch.int64)
-                absent[list(self._waiting)] = 0
-                self._tell(torch.cat([torch.tensor([_FAILED]), absent, torch.tensor([self._vote])]))
-                break
-            self._tell(outcome(self._vote, {r: self._waiting.pop(r) for r in voters}, self._size, self._bits))
-            self._vote += 1
-        self._tell(None)
+        try:
+            while (voters := self._chosen()) is not None:
+                if not voters:
+                    absent = torch.ones(self._size, dtype=torch.int64)
+                    absent[list(self._waiting)] = 0
+                    self._tell(torch.cat([torch.tensor([_FAILED]), absent, torch.tensor([self._vote])]))
+                    break
+                self._tell(outcome(self._vote, {r: self._waiting.pop(r) for r in voters}, self._size, self._bits))
+                self._vote += 1
+        finally:
+            self._tell(None)  # also after an error, such as a lack of memory: the ranks would wait forever
 
     def _chosen(self) -> list[int] | None:
         """Wait until the next vote can close, and return its ranks.

@@ -226,6 +226,17 @@ def test_a_rank_without_a_sample_has_no_say():
     assert [abstains for *_, abstains in found] == [False, True, True]
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_ranks_do_not_wait_for_a_hub_that_fails():
+    def needed(vote):
+        raise MemoryError
+
+    hub = Hub(2, 1, 0, needed)
+    hub.put(0, torch.zeros(3, dtype=torch.int64))
+    assert [outbox.get(timeout=5) for outbox in hub.outboxes] == [None, None]
+    hub.close()
+
+
 def test_a_ballot_that_does_not_come_is_named():
     hub = Hub(3, 1, 7, lambda vote: 3, seconds=0.2)
     for rank in (0, 2):
