@@ -238,7 +238,8 @@ def global_attributes(header: Header) -> dict[str, str]:
     """Return the global attributes of a forecast that are not empty, with training dates if they make a short text."""
     short = {name: dates.text for name, dates in header.dates.items()}
     about = {"Conventions": "CF-1.11", **header.attributes, **short}
-    return {key: value for key, value in about.items() if value}
+    # A path may hold bytes that are no UTF-8, which neither NetCDF nor Zarr can store.
+    return {key: value.encode("utf-8", "backslashreplace").decode() for key, value in about.items() if value}
 
 
 def coordinates(header: Header) -> Iterator[Coordinate]:

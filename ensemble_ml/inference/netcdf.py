@@ -96,11 +96,14 @@ def write_forecast(path: Path, header: Header, outputs: Iterable[Output], *, rep
 
 @contextmanager
 def _access(path: Path) -> Iterator[None]:
-    """Hold the lock, and turn errors of the file into UserErrors. netCDF4 raises RuntimeError if the disk is full."""
+    """Hold the lock, and turn errors of the file into UserErrors.
+
+    netCDF4 raises RuntimeError if the disk is full, and UnicodeError for a path that is no UTF-8.
+    """
     with _LOCK:
         try:
             yield
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, UnicodeError) as error:
             raise UserError(
                 f"output {path}: cannot be written ({error}); correct this or choose another output"
             ) from error

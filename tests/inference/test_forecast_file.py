@@ -307,6 +307,16 @@ def test_a_full_disk_is_a_users_error(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_paths_that_are_no_utf8(config, tmp_path):
+    """File names of the time of Latin-1: an input is told, and an output refused, as NetCDF cannot name it."""
+    source = make_source(dates=1)
+    source.path = os.fsdecode(b"caf\xe9")
+    with netCDF4.Dataset(predict(config(members_in=2), source)[0]) as data:
+        assert data.source.endswith(r"from caf\udce9")
+    with pytest.raises(UserError, match=r"output .*forecast_2001013012.nc: cannot be written \('utf-8' codec"):
+        predict(config(members_in=2, output=str(tmp_path / source.path)), source)
+
+
 def test_a_folder_that_cannot_be_made_is_a_users_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
