@@ -196,13 +196,15 @@ def as_text(task: str, argument: str) -> str:
 
     Hydra takes some texts for numbers and truth values and rewrites them: 20240101_00 becomes 2024010100, and 1.10
     becomes 1.1. Other texts are not in its grammar, such as a path or glob with brackets. Arguments for settings that
-    hold no texts are returned as they are, and so are texts with `(` or `{` that Hydra can read.
+    hold no texts are returned as they are, and so are texts with `(` or `{` that Hydra can read. The name of a file of
+    a group (experiment=2024) is a text, too, and so is null there.
 
     Raises:
         UserError: the value has braces that a shell would have expanded, and no file of this name exists.
     """
     key, equals, value = argument.partition("=")
-    if not equals or key.lstrip("+") not in schema.text_settings(schema.SCHEMAS[task]):
+    grouped = bool(equals) and key.lstrip("+") in groups_of(task)
+    if not equals or not (grouped or key.lstrip("+") in schema.text_settings(schema.SCHEMAS[task])):
         return argument
     if not _readable(argument):
         if value.startswith(_OPENING) and not _PATTERN.fullmatch(value):
@@ -215,7 +217,7 @@ def as_text(task: str, argument: str) -> str:
     def element(found: re.Match[str]) -> str:
         """Return an element of a list in quotes if Hydra would take it for a number or truth value."""
         text = found[0].strip()
-        if text.lower() in ("true", "false"):
+        if text.lower() in ("true", "false") or (grouped and text.lower() == "null"):
             return in_quotes(text)
         try:
             float(text)

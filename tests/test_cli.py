@@ -66,6 +66,8 @@ def test_help_shows_the_defaults_that_conf_puts_in_force(capsys, task, key, valu
         (["train", "data.stroe=x"], "data.stroe: no such setting of train; did you mean data.store"),
         (["train", "modle.depth=3"], "modle.depth: no such setting of train; did you mean model.depth"),
         (["train", "experiment=nothing"], "experiment=nothing: no such file in conf; there are"),
+        (["train", "experiment=2024"], "experiment=2024: no such file in conf; there are"),
+        (["train", "optim=null"], "optim=null: no such file in conf; there are"),
         (["train"], "data.store, run: must be given"),
         (["train", "run=a", "data.store=x", "steps=many"], "steps: Value 'many' of type 'str' could not be converted"),
         (["train", "run=a", "data.store=x", "optim.lr=-1"], "optim.lr=-1.0: must be above 0"),
@@ -364,6 +366,8 @@ def test_a_folder_of_ones_own_files_is_looked_through(capsys, tmp_path, monkeypa
     monkeypatch.setitem(TASKS, "train", Task(lambda config: seen.append(config.seed), "", ""))
     given = ["train", "--config-dir", str(tmp_path), "experiment=mine", "run=a", "data.store=b"]
     assert run(capsys, *given)[0] == 0 and run(capsys, *given, "--run")[0] == 0 and seen == [77, 77]
+    (tmp_path / "experiment" / "2024.yaml").write_text("# @package _global_\nseed: 78\n")
+    assert run(capsys, *given[:3], "experiment=2024", *given[4:])[0] == 0 and seen[2:] == [78]
 
 
 @pytest.mark.usefixtures("_own_logging")
