@@ -28,6 +28,7 @@ import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from glob import escape
 from pathlib import Path
 
 from ensemble_ml.errors import UserError
@@ -51,7 +52,7 @@ def private_folder(path: Path) -> Path:
     Such folders of processes of this machine that no longer run are removed, and a former one of this process.
     """
     host = socket.gethostname()
-    for old in path.parent.glob(f"{path.name}.partial-{host}-*"):
+    for old in path.parent.glob(f"{escape(path.name)}.partial-{escape(host)}-*"):
         process = old.name.removeprefix(f"{path.name}.partial-{host}-")  # the number, unless a longer host name goes on
         if process.isdigit() and not Path(f"/proc/{process}").exists() and Path("/proc/self").exists():
             shutil.rmtree(old, ignore_errors=True)

@@ -327,11 +327,12 @@ def test_a_writer_replaces_the_store_behind_a_link_to_another_disk(tmp_path):
     assert (tmp_path / "s.zarr").is_symlink() and not open_store(tmp_path / "s.zarr").has(Part.FORECAST)
 
 
-def test_folders_of_another_host_are_left_alone(tmp_path, monkeypatch):
+@pytest.mark.parametrize("store", ["s.zarr", "s[1].zarr"])
+def test_folders_of_another_host_are_left_alone(tmp_path, monkeypatch, store):
     """Its name begins with that of this host."""
     monkeypatch.setattr("socket.gethostname", lambda: "node1")
-    other, dead = (tmp_path / f"s.zarr.partial-{name}" for name in ("node1-2-99999999", "node1-99999999"))
+    other, dead = (tmp_path / f"{store}.partial-{name}" for name in ("node1-2-99999999", "node1-99999999"))
     other.mkdir()
     dead.mkdir()
-    write_random(tmp_path / "s.zarr")
+    write_random(tmp_path / store)
     assert other.exists() and not dead.exists()
