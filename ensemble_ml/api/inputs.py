@@ -6,6 +6,7 @@ Some modules are imported inside functions, because the import of torch, which i
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
@@ -22,7 +23,7 @@ from data_prep.file_index import FileIndex
 from data_prep.notices import once
 from ensemble_ml.config import EvaluateConfig, PredictConfig, as_list, is_dataset
 from ensemble_ml.errors import UserError
-from ensemble_ml.store import is_store
+from ensemble_ml.store import TensorStore, is_store
 
 if TYPE_CHECKING:
     from ensemble_ml.verification import Heights
@@ -128,13 +129,23 @@ class Reopened:
     def __init__(self, opener: Callable[[Any], Any], config: Any, logged: Iterable[str] = ()):
         self._opener, self._config, self._source = opener, config, None
         self._logged = set(logged)
+        self._axes = ""
 
     @property
     def source(self) -> Any:
-        """Return the source, which is opened at the first use."""
+        """Return the source, which is opened at the first use.
+
+        Raises:
+            UserError: it cannot be opened, or has other coordinates than when another process opened it.
+        """
         if self._source is None:
             with once(self._logged):
-                self._source = self._opener(self._config)
+                source = self._opener(self._config)
+            # Init times are read by their positions, and an archive may have grown since they were counted.
+            axes = _digest_of_axes(source)
+            if self._axes not in ("", axes):
+                raise UserError(f"{source.path}: has changed since it was opened; open it again")
+            self._source, self._axes = source, axes
         return self._source
 
     def logged(self) -> set[str]:
@@ -150,10 +161,19 @@ class Reopened:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what another process needs to open the source, without logging the same notices again."""
-        return {"_opener": self._opener, "_config": self._config, "_source": None, "_logged": self._logged}
+        return self.__dict__ | {"_source": None}
 
     def __deepcopy__(self, _: Any) -> Reopened:
         return self
+
+
+def _digest_of_axes(source: Any) -> str:
+    """Return a digest of the coordinates of a source; that of a tensor store covers its fields, too."""
+    lay = source.layout
+    axes = (lay.init_time, lay.grid.latitude, lay.grid.longitude)
+    named = (lay.realization, lay.lead_hours, lay.variables, lay.levels, lay.surface)
+    stored = source.fingerprint() if isinstance(source.forecast, TensorStore) else ""
+    return hashlib.sha256(b"".join(axis.tobytes() for axis in axes) + repr((named, stored)).encode()).hexdigest()
 
 
 def settings_of(cls: type[C], given: Mapping[str, Any], ours: Mapping[str, Any], refused: Mapping[str, str]) -> C:

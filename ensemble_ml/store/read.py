@@ -78,8 +78,8 @@ class TensorStore:
         self._elsewhere = False  # whether chunks come from elsewhere than the store's folder
         self._factors = FactorReader(self._root, int(attrs["factor_dates"]), self._files)
 
-    def __reduce__(self) -> tuple[type[TensorStore], tuple[str]]:
-        return TensorStore, (str(self._root),)  # a worker process opens it again: locks cannot be pickled
+    def __reduce__(self) -> tuple[Callable[[str, str], TensorStore], tuple[str, str]]:
+        return _opened_again, (str(self._root), self.fingerprint())  # locks cannot be pickled
 
     def __repr__(self) -> str:
         lay = self.layout
@@ -295,7 +295,7 @@ class TensorStore:
         found = self._look()
         if found != self._stamp:
             if found is None or read_manifest(self._root) != self._files:  # equal if it was only copied or touched
-                raise UserError(f"store {self.path}: has been replaced since it was opened; open it again")
+                raise _replaced(self.path)
             self._stamp = found
 
     def _look(self) -> tuple[int, int, int] | None:
@@ -406,6 +406,19 @@ class TensorStore:
             for _, place, mask in pieces(spec.mask):
                 if mask is not None:
                     place[mask != 0] = np.nan
+
+
+def _replaced(path: str) -> UserError:
+    """Make the error for a store that is not the one that was opened."""
+    return UserError(f"store {path}: has been replaced since it was opened; open it again")
+
+
+def _opened_again(path: str, fingerprint: str) -> TensorStore:
+    """Open a store in another process; refuse one that replaced it, whose init times may be others."""
+    store = TensorStore(path)
+    if store.fingerprint() != fingerprint:
+        raise _replaced(path)
+    return store
 
 
 def open_store(path: str | Path) -> TensorStore:

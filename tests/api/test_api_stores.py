@@ -222,3 +222,34 @@ def test_a_notice_comes_once_for_an_opened_archive(here, zarrs, tmp_path, caplog
     assert eml.open(path)["t2m"].attrs["units"] == "K"
     eml.open(tmp_path / "truth.nc")
     assert sum("files state no units" in text for text in caplog.messages) == 3
+
+
+@pytest.fixture
+def small(tmp_path):
+    """Return the path of a store of three init times."""
+    return make_store(tmp_path / "small.zarr", dates=3, surface=("t2m",)).path
+
+
+def test_another_process_reads_no_archive_that_has_grown(small, tmp_path):
+    """It would take an earlier init time, which came meanwhile, for the first one that was counted."""
+    times = eml.open(small)["t2m"].load()
+    folder = tmp_path / "archive"
+    folder.mkdir()
+    for number in (1, 2):
+        times.isel(init_time=[number]).to_netcdf(folder / f"{number}.nc")
+    sent = pickle.dumps(eml.open(folder))
+    np.testing.assert_array_equal(pickle.loads(sent)["t2m"], times.isel(init_time=[1, 2]))
+    times.isel(init_time=[0]).to_netcdf(folder / "0.nc")
+    with pytest.raises(UserError, match=r"has changed since it was opened; open it again"):
+        pickle.loads(sent)["t2m"].compute()
+
+
+def test_another_process_reads_no_store_that_was_replaced(small):
+    with xr.open_dataset(small, engine="ensemble_ml") as lazy:
+        before, sent = lazy["t2m"].values, [pickle.dumps(data) for data in (lazy, eml.open(small))]
+    for one in sent:
+        np.testing.assert_array_equal(pickle.loads(one)["t2m"], before)
+    make_store(small, dates=3, surface=("t2m",), bias=5.0, overwrite=True)
+    for one in sent:
+        with pytest.raises(UserError, match=r"has (been replaced|changed) since it was opened; open it again"):
+            pickle.loads(one)["t2m"].compute()
