@@ -9,4 +9,4 @@ from data_prep.file_index import user_index
 from data_prep.gaps import find_gaps
 from data_prep.identity import Overrides
 from data_prep.pairs import Pair, open_orographies, open_pair, open_source
-from data_prep.prepare import prepare
+from data_prep.prepare import prepare, whole_path

@@ -60,15 +60,15 @@ def prepare(config: PrepareConfig) -> Path:
 
 def _with_whole_paths(config: PrepareConfig) -> PrepareConfig:
     """Make all paths absolute, because workers and later runs of the same build may start in other folders."""
-    given, truth = ([_whole(path) for path in as_list(paths)] for paths in (config.input, config.truth))
-    static = _whole(config.static) if as_list(config.static) else None
+    given, truth = ([whole_path(path) for path in as_list(paths)] for paths in (config.input, config.truth))
+    static = whole_path(config.static) if as_list(config.static) else None
     index = str(Path(config.index).absolute()) if config.index else config.index
-    regrid = _whole(config.regrid) if isinstance(config.regrid, str) else config.regrid
+    regrid = whole_path(config.regrid) if isinstance(config.regrid, str) else config.regrid
     output = str(Path(config.output).absolute())
     return replace(config, input=given, truth=truth or None, static=static, index=index, regrid=regrid, output=output)
 
 
-def _whole(path: Any) -> Any:
+def whole_path(path: Any) -> Any:
     """Return an absolute path or glob, or a URL. An open Dataset stays as it is.
 
     The name of the current folder may contain special characters of globs, so it is escaped.

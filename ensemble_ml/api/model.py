@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import xarray as xr
 
 from ensemble_ml.api.inputs import Reopened, open_input, settings_of
-from ensemble_ml.api.opening import notices_of, resolve
+from ensemble_ml.api.opening import notices_of, resolve, whole
 from ensemble_ml.config import ExportConfig, PredictConfig
 from ensemble_ml.inference.export import export
 from ensemble_ml.inference.job import plan_job
@@ -31,7 +32,8 @@ class Model:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, keep: Any = None):
-        checkpoint = load_checkpoint(find_checkpoint(Path(path)))
+        # A forecast is lazy, and may be computed when the program stands in another folder.
+        checkpoint = load_checkpoint(find_checkpoint(Path(path).absolute()))
         self.path, self.meta, self.spec = checkpoint.path, checkpoint.meta, checkpoint.spec
         # A TemporaryDirectory is deleted when nothing refers to it any more, so it has to live as long as the model.
         self._keep = keep
@@ -83,8 +85,9 @@ class Model:
         """
         paths, opened = resolve(ensemble)
         numbers = members if members is None else np.asarray(members).tolist()
-        ours = {"checkpoint": str(self.path), "input": paths, "members_in": numbers}
+        ours = {"checkpoint": str(self.path), "input": whole(paths), "members_in": numbers}
         config = settings_of(PredictConfig, {**opened, **settings}, ours, _REFUSED)
+        config = replace(config, static=config.static and whole(config.static))
         # Workers of Dask open the input for themselves.
         source = Reopened(open_input, config, notices_of(ensemble))
         job, starts = plan_job(config, source, self.spec, self.meta)  # type: ignore[arg-type]

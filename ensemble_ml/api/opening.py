@@ -7,7 +7,6 @@ opens the files for itself. A Dataset of `open` therefore remembers its paths in
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from data_prep import Overrides, open_archive, open_source
+from data_prep import Overrides, open_archive, open_source, whole_path
 from data_prep.pairs import pair
 from ensemble_ml.api.inputs import Reopened, choice_of, holds_dataset, index_in_place, is_store_path
 from ensemble_ml.config import Control, as_list, check_overrides, is_dataset
@@ -110,19 +109,18 @@ def open(  # hides the builtin, since users call it as `ensemble_ml.open`
         'K'
     """
     choice = choice_of(Control, "control", control)
-    opening = _Opening(_whole(paths), static and _whole(static), choice, names or {}, units or {}, intervals or {})
+    opening = _Opening(whole(paths), static and whole(static), choice, names or {}, units or {}, intervals or {})
     source = Reopened(_open, opening)
     return _remembered(_lazy(source), opening, source)
 
 
-def _whole(paths: Any) -> Any:
-    """Make existing paths absolute, so that they mean the same in another folder and process.
+def whole(paths: Any) -> Any:
+    """Make paths and globs absolute, so that they mean the same in another folder and process.
 
-    Globs, URLs and Datasets stay as they are. A list of one is returned as its only element.
+    A list of one is returned as its only element.
     """
-    given = [path if is_dataset(path) else os.fspath(path) for path in as_list(paths)]
-    whole = [os.path.abspath(path) if not is_dataset(path) and os.path.exists(path) else path for path in given]
-    return whole[0] if len(whole) == 1 else whole
+    found = [whole_path(path) for path in as_list(paths)]
+    return found[0] if len(found) == 1 else found
 
 
 def _open(opening: _Opening) -> Any:

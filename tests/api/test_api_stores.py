@@ -12,6 +12,7 @@ from commanding import command
 from synthetic import make_store
 
 import ensemble_ml as eml
+from ensemble_ml.api.opening import resolve
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import Part, open_store
 
@@ -253,3 +254,15 @@ def test_another_process_reads_no_store_that_was_replaced(small):
     for one in sent:
         with pytest.raises(UserError, match=r"has (been replaced|changed) since it was opened; open it again"):
             pickle.loads(one)["t2m"].compute()
+
+
+def test_a_pattern_means_the_same_in_another_folder(small, tmp_path, monkeypatch):
+    data = eml.open(small)["t2m"].isel(init_time=[0]).load()
+    for name, values in (("one", data), ("other", data + 1)):
+        (tmp_path / name).mkdir()
+        values.assign_attrs(data.attrs).to_netcdf(tmp_path / name / "a.nc")
+    monkeypatch.chdir(tmp_path / "one")
+    ensemble = eml.open("*.nc")
+    monkeypatch.chdir(tmp_path / "other")
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(ensemble))["t2m"], data)
+    assert resolve(ensemble)[0] == str(tmp_path / "one" / "*.nc")
