@@ -255,12 +255,14 @@ def open_zarr(path: str) -> xr.Dataset:
 def _check_there(path: str, absent: Collection[str], raw: xr.Dataset) -> None:
     """Refuse a remote store that lacks a chunk of a coordinate: the chunk would read as the fill value.
 
-    A chunk whose values all equal the fill value may be absent. The values of a coordinate differ, so this is accepted
-    only for a coordinate of a single value. `absent` holds the keys that were requested and are not in the store.
+    A chunk whose values all equal the fill value may be absent: the first time of a store to which others were appended
+    is often 0, alone in its chunk. The values of a coordinate stand in order, so this is accepted only if they do.
+    `absent` holds the keys that were requested and are not in the store.
     """
     for name, axis in raw.coords.items():
         missing = [key for key in absent if key.startswith(f"{group_in(path)}/{name}/".lstrip("/"))]
-        if missing and axis.size > 1:
+        before, after = axis.values[:-1], axis.values[1:]
+        if missing and not ((before < after).all() or (before > after).all()):
             raise UserError(f"{path}: {missing[0]} is not there (404), but {name} has {axis.size} values; try again")
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import public_archives
 import public_grib
 import pytest
+import xarray as xr
 from gribfiles import ensemble, message, noise, write
 
 from benchmarks.remote.server import CHANGED, RESET, TRUNCATED, Plan, serving
@@ -67,6 +68,25 @@ def test_version_2(tmp_path, served):
 def test_shards_of_version_3(tmp_path, served):
     path = public_archives.dynamical(tmp_path, "ifs", leads=(0, 3))
     assert_same(open_archive(f"{served}/{path.name}/"), open_archive(path))
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_init_times_that_were_appended(tmp_path, served, version):
+    """Their first time is 0, the fill value, so zarr writes no chunk for it."""
+    path = public_archives.dynamical(tmp_path, "ifs", leads=(0, 3))
+    data = xr.open_zarr(path, decode_timedelta=False)[["temperature_2m"]].isel(init_time=[0])
+    whole = tmp_path / "a.zarr"
+    data = data.reset_coords(drop=True).load().drop_encoding()
+    data.to_zarr(whole, zarr_format=version, consolidated=True)
+    for days in (1, 2):
+        later = data.assign_coords(init_time=data.init_time + np.timedelta64(days, "D"))
+        later.to_zarr(whole, append_dim="init_time", consolidated=True)
+    chunks = sorted(one.name for one in (whole / "init_time").rglob("*") if one.name.isdigit())
+    assert chunks == ["1", "2"]
+    assert_same(open_archive(f"{served}/{whole.name}"), open_archive(whole))
+    next(one for one in (whole / "init_time").rglob("1")).unlink()
+    with pytest.raises(UserError, match=r"/[01] is not there \(404\), but init_time has 3 values; try again"):
+        open_archive(f"{served}/{whole.name}")
 
 
 def test_only_what_is_asked_for_is_fetched(tmp_path, served, plan):
