@@ -144,6 +144,7 @@ class TensorStore:
             found = np.asarray(stored[at])
         except (OSError, ValueError, RuntimeError) as error:
             raise damaged(self._root / array, str(error)) from error
+        self.check_same()  # the store may have been replaced after the check above
         return found if kind == "pressure" else found[:, None]
 
     def through(self, open_shard: Callable[[str], Shard]) -> TensorStore:
@@ -230,7 +231,9 @@ class TensorStore:
             UserError: They are damaged, or the store was replaced.
         """
         self._check_files(self._static_names)
-        return {name: read_array(self._root, name) for name in self._static_names}
+        found = {name: read_array(self._root, name) for name in self._static_names}
+        self.check_same()
+        return found
 
     def fingerprint(self) -> str:
         """Return 16 hex digits that are equal for stores of the same fields in the same packing, wherever they are."""
@@ -269,6 +272,7 @@ class TensorStore:
         """
         self._check_files([STATISTICS])
         stored, yearly = read_statistics(self._root, part)
+        self.check_same()
         rows = [position("year", year, stored.tolist(), self.path) for year in years]
         merged = []
         for kind in Kind:

@@ -18,6 +18,8 @@ from synthetic import make_layout, make_store
 from ensemble_ml.config import Packing
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import PackedBlock, Part, Selection, StoreWriter, TensorStore, decode, open_store, select_dates
+from ensemble_ml.store import read as reading
+from ensemble_ml.store.climate import write_climate
 from ensemble_ml.store.schema import Kind, array_specs, chunk_rows
 
 LAYOUT = dict(dates=2, members=3, leads=(0, 24), variables=("t", "z"), levels=(500, 700, 850), surface=("t2m", "tp"))
@@ -289,6 +291,33 @@ def test_a_store_that_is_replaced_while_it_is_read_is_noticed(tmp_path, monkeypa
     monkeypatch.setattr(TensorStore, "_read_kind", read_kind)
     with pytest.raises(UserError, match="has been replaced since it was opened"):
         store.read(Part.FORECAST, 0)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "read"),
+    [
+        (zarr, "open_array", lambda store: store.climate(0, 24, "t2m")),
+        (reading, "read_array", lambda store: store.static()),
+        (reading, "read_statistics", lambda store: store.statistics(store.years)),
+    ],
+)
+def test_a_store_that_is_replaced_while_its_small_arrays_are_read_is_noticed(tmp_path, monkeypatch, module, name, read):
+    for store, bias in (("s", 0.0), ("new", 5.0)):
+        path, dates = tmp_path / f"{store}.zarr", ("2001-01-01", "2002-01-01", "2003-01-01")
+        make_store(path, dates=dates, members=10, leads=(24,), variables=(), bias=bias)
+        write_climate(path, 9)
+    store, original = open_store(tmp_path / "s.zarr"), getattr(module, name)
+    read(store)
+
+    def late(*given, **more):
+        if not (tmp_path / "old.zarr").exists():
+            (tmp_path / "s.zarr").rename(tmp_path / "old.zarr")
+            (tmp_path / "new.zarr").rename(tmp_path / "s.zarr")
+        return original(*given, **more)
+
+    monkeypatch.setattr(module, name, late)
+    with pytest.raises(UserError, match="has been replaced since it was opened"):
+        read(store)
 
 
 @pytest.mark.slow
