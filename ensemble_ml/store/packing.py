@@ -26,6 +26,7 @@ from ensemble_ml.store import native
 Where = Callable[[tuple[int, ...]], str]  # leading index of a field -> the phrase that names it in a message
 
 _LARGEST = 65535  # largest packed integer
+_GREATEST = float(np.finfo(np.float32).max)
 _SLAB = 1 << 18  # values worked on at a time, so that the float64 intermediate stays in cache
 
 
@@ -234,7 +235,11 @@ def quantise(values: np.ndarray, *, mask: np.ndarray | None = None) -> PackedBlo
     # for fields of 64 x 32 points would take longer than their packing. All integers of a constant field are 0.
     for part in parts_of(len(fields), fields[:1].size):
         steps = np.where(ends[1][part] > 0, ends[1][part], 1.0)
-        codes.reshape(fields.shape)[part] = np.rint((fields[part] - ends[0][part]) / steps)
+        wide = fields[part] - ends[0][part]
+        wide /= steps
+        np.rint(wide, out=wide)
+        # A step less where the nearest one lies beyond all float32 numbers, and would decode to infinity.
+        codes.reshape(fields.shape)[part] = np.minimum(wide, (_GREATEST - ends[0][part]) // steps, out=wide)
     return PackedBlock(codes, low, scale, np.ones(low.shape), np.ones(low.shape, bool), mask)
 
 
@@ -263,13 +268,15 @@ def _power_of_two(span: np.ndarray) -> np.ndarray:
 def error_bound(block: PackedBlock) -> np.ndarray:
     """Return the largest error that quantising can have made in each field, in the units of the field, (...) float64.
 
-    It is half a step of the integers plus half a unit in the last place of the decoded float32. It is 0 for a constant
-    or absent field, and for values kept in float32.
+    It is half a step of the integers plus half a unit in the last place of the decoded float32. Where 65535 steps end
+    beyond all float32 numbers, it may be up to a whole step. It is 0 for a constant or absent field, and for values
+    kept in float32.
     """
     step = np.abs(block.scale * block.decimal)
     top = np.maximum(np.abs(block.reference), np.abs(block.reference + _LARGEST * block.scale)) * np.abs(block.decimal)
-    top = np.minimum(top, 2.0**127)  # 65535 steps may end beyond all float32 numbers, and the spacing is the same
-    bound = step / 2 + np.spacing(top.astype(np.float32)) / 2
+    last = np.where(top > _GREATEST, (_GREATEST - block.reference) % np.where(step > 0, step, 1.0), 0.0)
+    top = np.minimum(top, 2.0**127)  # the spacing is the same up to the largest float32 number
+    bound = np.maximum(step / 2, last) + np.spacing(top.astype(np.float32)) / 2
     return np.where(block.present & (step > 0) & block.packed, bound, 0.0)
 
 

@@ -126,6 +126,18 @@ def test_the_bound_of_the_largest_values_is_a_number():
     assert block.scale / 2 <= error_bound(block) < block.scale
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("low", [-1.0, -1e-8, 0.0, 0.3, 0.5, 0.999, 1.0])
+def test_the_largest_float_stays_finite(low):
+    """The nearest step lies beyond it."""
+    most, rng = np.finfo(np.float32).max, np.random.default_rng(0)
+    values = (rng.uniform(low, 1, (40, 8, 8)) * float(most)).astype(np.float32)
+    values[:, 0, :2] = low * most, most
+    block = quantise(values)
+    error = np.abs(decode(block).astype(np.float64) - values).max((-2, -1))
+    assert (error <= error_bound(block)).all()
+
+
 def test_a_constant_field_quantises_without_error():
     values = np.full((1, 4, 5), 0.1, np.float32)
     block = quantise(values)
