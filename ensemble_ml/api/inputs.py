@@ -51,6 +51,21 @@ def holds_dataset(paths: Any) -> bool:
     return any(is_dataset(path) for path in as_list(paths))
 
 
+def check_inputs(key: str, given: Any) -> None:
+    """Raise a UserError for inputs that are neither paths nor Datasets; None is not looked at."""
+    for one in given if isinstance(given, list | tuple) else [given]:
+        if not (one is None or is_dataset(one) or isinstance(one, str | os.PathLike)):
+            made = ", which to_dataset() makes of it" if hasattr(one, "to_dataset") else ""
+            raise UserError(f"{key} is {type(one).__name__}; give a path, or a Dataset{made}")
+
+
+def path_of(key: str, value: Any) -> Path:
+    """Return a path that a user gave, or raise a UserError if it is none."""
+    if not isinstance(value, str | os.PathLike):
+        raise UserError(f"{key} is {type(value).__name__}; give a path")
+    return Path(value)
+
+
 def open_input(config: PredictConfig) -> Pair:
     """Open `config.input` for the checkpoint of `config`, with sums over the same intervals as in its training.
 

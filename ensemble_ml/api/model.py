@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from ensemble_ml.api.inputs import Reopened, open_input, settings_of
+from ensemble_ml.api.inputs import Reopened, open_input, path_of, settings_of
 from ensemble_ml.api.opening import notices_of, resolve, whole
 from ensemble_ml.config import ExportConfig, PredictConfig
 from ensemble_ml.inference.export import export
@@ -33,7 +33,7 @@ class Model:
 
     def __init__(self, path: str | os.PathLike[str], *, keep: Any = None):
         # A forecast is lazy, and may be computed when the program stands in another folder.
-        checkpoint = load_checkpoint(find_checkpoint(Path(path).absolute()))
+        checkpoint = load_checkpoint(find_checkpoint(path_of("path", path).absolute()))
         self.path, self.meta, self.spec = checkpoint.path, checkpoint.meta, checkpoint.spec
         # A TemporaryDirectory is deleted when nothing refers to it any more, so it has to live as long as the model.
         self._keep = keep
@@ -107,7 +107,7 @@ class Model:
             UserError: the folder exists and `overwrite` is off, or it holds other files than an export; or the model's
                 checkpoint is gone or damaged.
         """
-        config = ExportConfig(checkpoint=str(self.path), output=os.fspath(folder), overwrite=overwrite)
+        config = ExportConfig(checkpoint=str(self.path), output=str(path_of("folder", folder)), overwrite=overwrite)
         return export(config)
 
 

@@ -16,7 +16,7 @@ import xarray as xr
 
 from data_prep import Overrides, open_archive, open_source, whole_path
 from data_prep.pairs import pair
-from ensemble_ml.api.inputs import Reopened, choice_of, holds_dataset, index_in_place, is_store_path
+from ensemble_ml.api.inputs import Reopened, check_inputs, choice_of, holds_dataset, index_in_place, is_store_path
 from ensemble_ml.config import Control, as_list, check_overrides, is_dataset
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import Part, TensorStore
@@ -108,6 +108,8 @@ def open(  # hides the builtin, since users call it as `ensemble_ml.open`
         >>> ensemble["t2m"].attrs["units"]
         'K'
     """
+    check_inputs("paths", paths)
+    check_inputs("static", static)
     choice = choice_of(Control, "control", control)
     opening = _Opening(whole(paths), static and whole(static), choice, names or {}, units or {}, intervals or {})
     source = Reopened(_open, opening)
@@ -162,9 +164,11 @@ def resolve(data: Any) -> tuple[Any, dict[str, Any]]:
         The paths or the Dataset, and the settings by their names (empty if they are not known).
 
     Raises:
-        UserError: the elements of a list were opened with different settings. Paths and changed Datasets count as
+        UserError: an input is neither a path nor a Dataset, or the elements of a list were opened with different
+            settings. Paths and changed Datasets count as
             opened with the defaults.
     """
+    check_inputs("an input", data)
     if isinstance(data, list | tuple):
         found = [resolve(one) for one in data]
         given = [{key: value for key, value in one.items() if value and value is not Control.apart} for _, one in found]

@@ -12,7 +12,7 @@ import numpy as np
 from data_prep import prepare as prepare_store
 from data_prep.notices import once
 from data_prep.truth import TruthRefused
-from ensemble_ml.api.inputs import is_store_path, settings_of
+from ensemble_ml.api.inputs import is_store_path, path_of, settings_of
 from ensemble_ml.api.opening import notices_of, resolve, resolve_pair, settings_of_both
 from ensemble_ml.config import DataConfig, ModelConfig, PrepareConfig, TrackingConfig, TrainConfig, as_list
 from ensemble_ml.errors import UserError
@@ -58,7 +58,7 @@ def prepare(ensemble: Any, truth: Any, output: str | os.PathLike[str], **setting
     """
     (paths, of_ensemble), (of_truth, of_its_own) = resolve_pair(ensemble, truth)
     opened = settings_of_both(of_ensemble, of_its_own)
-    ours = {"input": paths, "truth": of_truth, "output": os.fspath(output)}
+    ours = {"input": paths, "truth": of_truth, "output": str(path_of("output", output))}
     config = settings_of(PrepareConfig, {**opened, **settings}, ours, {})
     try:
         with once(notices_of(ensemble, truth)):
@@ -113,7 +113,7 @@ def calibrate(
     from ensemble_ml.training import train as run_training
 
     folder = tempfile.TemporaryDirectory(prefix="ensemble_ml-") if output is None else None
-    root = Path(str(output) if folder is None else folder.name).absolute()
+    root = path_of("output", output if folder is None else folder.name).absolute()
     TrainConfig(run=root.name)  # a name that no run may have is refused before a store is prepared
     # The store is needed only during the fits.
     with tempfile.TemporaryDirectory(prefix="ensemble_ml-") as scratch:

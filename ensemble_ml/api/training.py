@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ensemble_ml.api.inputs import is_store_path
+from ensemble_ml.api.inputs import is_store_path, path_of
 from ensemble_ml.api.opening import resolve
 from ensemble_ml.api.preparing import split_dates
 from ensemble_ml.compose import build_config, compose_config, groups_of, in_quotes, set_values
@@ -75,7 +75,7 @@ def train(
             f"{shown_input(paths)}: is no tensor store, and training reads no other; give what"
             ' eml.prepare(ensemble, truth, "store.zarr") returns'
         )
-    config = train_config(os.fspath(paths), Path(run), train, validation, settings)
+    config = train_config(os.fspath(paths), path_of("run", run), train, validation, settings)
     from ensemble_ml.api.model import trained
     from ensemble_ml.training import train as run_training
 

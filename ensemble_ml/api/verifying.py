@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ import numpy as np
 import xarray as xr
 
 from data_prep.notices import once
-from ensemble_ml.api.inputs import open_ground, open_verified, settings_of
+from ensemble_ml.api.inputs import check_inputs, open_ground, open_verified, path_of, settings_of
 from ensemble_ml.api.opening import notices_of, resolve_pair, settings_of_both
 from ensemble_ml.config import EvaluateConfig, as_list, is_dataset, shown_input
 from ensemble_ml.errors import UserError
@@ -94,7 +95,7 @@ class Scores:
         Raises:
             UserError: the file exists and `overwrite` is off, or it cannot be written.
         """
-        return _written(Path(path), self._found.page(), overwrite)
+        return _written(path_of("path", path), self._found.page(), overwrite)
 
     def save(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
         """Write scores.json and report.html to a folder. They are those of the command, which writes lineage.json too.
@@ -109,14 +110,15 @@ class Scores:
         Raises:
             UserError: a file exists and `overwrite` is off, or it cannot be written.
         """
+        place = path_of("folder", folder)
         pages = {FILES[0]: self._found.json, FILES[1]: self._found.page}
         for name in pages:
-            _check_free(Path(folder) / name, overwrite)
+            _check_free(place / name, overwrite)
         # Both are made before one is written, so that no old report stays beside new scores.
         texts = {name: make() for name, make in pages.items()}
         for name, text in texts.items():
-            _written(Path(folder) / name, text, overwrite)
-        return Path(folder)
+            _written(place / name, text, overwrite)
+        return place
 
 
 def _check_free(path: Path, overwrite: bool) -> None:
@@ -210,6 +212,7 @@ def _folders(forecast: Any, folder: Path, name: str) -> list[str]:
     if is_dataset(forecast):
         forecast = {name: forecast}
     if not isinstance(forecast, Mapping):
+        check_inputs(name, forecast)
         given = as_list(forecast)
         if any(is_dataset(one) for one in given):
             raise UserError(f"{name}: Datasets in a list have no names; give {{NAME: Dataset, ...}}")
@@ -218,8 +221,8 @@ def _folders(forecast: Any, folder: Path, name: str) -> list[str]:
     for label, one in forecast.items():
         place = folder / str(label)
         # A label is the name of a folder in the temporary one, and must not lead out of it.
-        if place.parent != folder or place.name == ".." or place.exists() or RESERVED.fullmatch(place.name):
-            shown = f"{name}: {str(label)!r} cannot be the name of a forecast"
+        if place.parent != folder or place.name == ".." or RESERVED.fullmatch(place.name) or not _made(place):
+            shown = f"{name}: {str(label)[:60]!r} cannot be the name of a forecast"
             raise UserError(f"{shown}; give a word that is no path, no baseline and no other forecast's name")
         if is_dataset(one):
             found.append(_saved(one, place))
@@ -230,8 +233,21 @@ def _folders(forecast: Any, folder: Path, name: str) -> list[str]:
     return found
 
 
+def _made(folder: Path) -> bool:
+    """Make a folder. Return False if there is one, or if no folder can have its name."""
+    try:
+        folder.mkdir()
+    except (FileExistsError, ValueError):  # a NUL in a name is a ValueError
+        return False
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        return False
+    return True
+
+
 def _linked(there: Path, folder: Path) -> str:
-    """Make a folder of links to the forecasts of another folder, which must hold some.
+    """Fill a folder with links to the forecasts of another folder, which must hold some.
 
     `evaluate` names the scores of forecasts by their folder, so a folder with the wanted name has to exist.
     """
@@ -239,7 +255,6 @@ def _linked(there: Path, folder: Path) -> str:
     # Without this check, the error of `evaluate` would name the folder of links.
     if not any(path.is_file() for path in files):
         raise UserError(f"{there}: holds no NetCDF file; make forecasts with ensemble-ml predict")
-    folder.mkdir(parents=True)
     for path in files:
         (folder / path.name).symlink_to(path)
     return str(folder)
@@ -260,7 +275,6 @@ def _saved(forecast: xr.Dataset, folder: Path) -> str:
     if times.has_duplicates:
         twice = times[times.duplicated()][0]
         raise UserError(f"{folder.name}: {_START} {twice} stands twice; give each init time once")
-    folder.mkdir(parents=True)
     # `xr.open_zarr` gives valid times in one chunk and fields in several. Such a Dataset refuses to state chunk sizes.
     forecast = forecast.unify_chunks()
     first = 0

@@ -266,3 +266,24 @@ def test_a_pattern_means_the_same_in_another_folder(small, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path / "other")
     np.testing.assert_array_equal(pickle.loads(pickle.dumps(ensemble))["t2m"], data)
     assert resolve(ensemble)[0] == str(tmp_path / "one" / "*.nc")
+
+
+@pytest.mark.parametrize("wrong", [5, b"a", {"a": 1}, xr.DataArray(np.zeros(2)), np.array(["a"]), [5]])
+def test_what_is_no_path_is_refused(wrong, tmp_path):
+    inputs = (
+        lambda: eml.open(wrong), lambda: eml.open("absent", static=wrong), lambda: eml.prepare(wrong, None, "a.zarr"),
+        lambda: eml.prepare("absent", wrong, "a.zarr"), lambda: eml.calibrate(wrong),
+        lambda: eml.train(wrong, run="a"),
+    )  # fmt: skip
+    paths = (
+        lambda: eml.load(wrong), lambda: eml.prepare("absent", None, wrong), lambda: eml.calibrate("a", output=wrong),
+        lambda: eml.train(make_store(tmp_path / "s.zarr", dates=1).path, run=wrong, train=["2001"], validation=[]),
+    )  # fmt: skip
+    kind = type(wrong[0] if isinstance(wrong, list) else wrong).__name__
+    for call in inputs:
+        with pytest.raises(UserError, match=f"^(paths|static|an input) is {kind}; give a path, or a Dataset") as raised:
+            call()
+        assert ("which to_dataset() makes of it" in str(raised.value)) == (kind == "DataArray")
+    for call in paths:
+        with pytest.raises(UserError, match=f"^(path|output|run) is {type(wrong).__name__}; give a path$"):
+            call()

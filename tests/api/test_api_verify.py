@@ -69,6 +69,12 @@ def test_several_forecasts_by_name_and_refusals(here, tmp_path, monkeypatch):
         eml.verify({"ours": "absent"}, ensemble)
     with pytest.raises(UserError, match="forecast: ours is int; give a Dataset of a forecast, or a folder"):
         eml.verify({"ours": 5}, ensemble)
+    for wrong in (small["t2m_mean"], [5]):
+        with pytest.raises(UserError, match=r"^forecast is (DataArray|int); give a path, or a Dataset"):
+            eml.verify(wrong, ensemble)
+    for label in ("a\0b", "x" * 300):
+        with pytest.raises(UserError, match=r"^forecast: '(a.x00b|x{60})' cannot be the name of a forecast"):
+            eml.verify({label: small}, ensemble)
     for label in (f"{here}/x", "../x", "", ".", "..", "raw_5"):
         with pytest.raises(UserError, match=f"forecast: '{label}' cannot be the name of a forecast"):
             eml.verify({label: small}, ensemble)
