@@ -19,7 +19,7 @@ import google_crc32c
 import numpy as np
 
 from data_prep.ensemble_of import decide_single_runs, of_members, of_one_kind
-from data_prep.file_index import FileIndex
+from data_prep.file_index import FileIndex, absolute
 from data_prep.files import FORECAST, archive_files, open_readers
 from data_prep.gathered import Allocate, Gathered, Masks, Target, summed, with_masks
 from data_prep.geometry import Geometry
@@ -48,7 +48,7 @@ from ensemble_ml.config import shown_input
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS, field
 from ensemble_ml.grid import Grid
-from ensemble_ml.store.manifest import MEMORY, PLACE
+from ensemble_ml.store.manifest import PLACE
 from ensemble_ml.store.packing import PackedBlock
 from ensemble_ml.store.remote import is_remote
 from ensemble_ml.store.source import Layout
@@ -107,7 +107,7 @@ class Catalogue:
             archive_files(paths, role=role, wanted=wanted), index, overrides, wanted
         )
         self.files = [reader.path for reader in self.readers]
-        self.stamps = [(_whole(reader.path), *astuple(reader.stamp)) for reader in self.readers]
+        self.stamps = [(absolute(reader.path), *astuple(reader.stamp)) for reader in self.readers]
         self.without_units = _check_units(self.path, self.readers)
         self.grid = _one_grid(self.readers, several=several_grids)
         self.geometry = Geometry(self.grid, self.grid)
@@ -445,11 +445,6 @@ def _shown(paths: Any) -> str:
     """Return the paths of an archive in a short form, for messages."""
     first, *more = [shown_input(path) for path in (paths if isinstance(paths, list | tuple) else [paths])] or [""]
     return f"{first} and {len(more)} more" if more else first
-
-
-def _whole(path: str) -> str:
-    """Return an absolute path. A URL, and the text that stands for a Dataset in memory, stay as they are."""
-    return path if path.startswith(MEMORY) or is_remote(path) else os.path.abspath(path)
 
 
 def _one_grid(readers: list[Reader], *, several: bool) -> Grid:

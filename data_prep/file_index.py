@@ -29,6 +29,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS
 from ensemble_ml.folders import user_cache, write_whole
 from ensemble_ml.store.folder import NoLocks, claimed_once
+from ensemble_ml.store.manifest import MEMORY
 from ensemble_ml.store.remote import is_remote
 
 log = logging.getLogger(__name__)
@@ -82,10 +83,10 @@ class FileIndex:
         """
         if self.folder is None:
             return None
-        absolute = _absolute(path)
+        whole = absolute(path)
         # Files of the same name in different folders need different entries.
-        digest = hashlib.sha256(os.fsencode(absolute)).hexdigest()[:16]
-        return self.folder / f"{os.path.basename(absolute)[:64]}.{digest}.{kind}"
+        digest = hashlib.sha256(os.fsencode(whole)).hexdigest()[:16]
+        return self.folder / f"{os.path.basename(whole)[:64]}.{digest}.{kind}"
 
     def load(self, path: str, stamp: Stamp) -> Table | None:
         """Return the table of `path`. Return None if it is absent, damaged, or of another state of the file."""
@@ -204,12 +205,12 @@ class FileIndex:
 
 def _owner(path: str, stamp: Stamp) -> dict[str, Any]:
     """Return the path, size and modification time to which an entry belongs."""
-    return {"path": _absolute(path), **asdict(stamp)}
+    return {"path": absolute(path), **asdict(stamp)}
 
 
-def _absolute(path: str) -> str:
-    """Return an absolute path; a URL stays as it is."""
-    return path if is_remote(path) else os.path.abspath(path)
+def absolute(path: str) -> str:
+    """Return an absolute path. A URL, and the text that stands for a Dataset in memory, stay as they are."""
+    return path if path.startswith(MEMORY) or is_remote(path) else os.path.abspath(path)
 
 
 def _belongs(head: dict[str, Any], path: str, stamp: Stamp) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from gribfiles import dataset, ensemble, message, write
 
-from data_prep import open_pair, prepare, xarray_files
+from data_prep import open_archive, open_pair, prepare, xarray_files
 from data_prep.file_index import FileIndex
 from data_prep.gaps import Gap, find_gaps, find_truth_gaps, holes, kept_gaps, listed
 from ensemble_ml.config import Executor, Gaps, InspectConfig, PrepareConfig
@@ -213,6 +213,16 @@ class TestHypercubes:
         assert open_store(prepare(config)).fingerprint() == first and not seen
         config.index = None
         assert open_store(prepare(config)).fingerprint() == first and seen
+
+    def test_an_open_dataset_is_searched_once_from_any_folder(self, tmp_path, monkeypatch):
+        data, seen = dataset(), []
+        for name in ("one", "other"):
+            (tmp_path / name).mkdir()
+            monkeypatch.chdir(tmp_path / name)
+            open_archive(data, index=FileIndex(tmp_path / "index", look=True))
+            real = FileIndex.save_looks
+            monkeypatch.setattr(FileIndex, "save_looks", lambda *given, real=real: seen.append(1) or real(*given))
+        assert not seen and len(list((tmp_path / "index").iterdir())) == 1
 
     def test_what_is_not_wanted_is_not_looked_at(self, config, monkeypatch):
         config.gaps, config.leads, config.dates, looked = Gaps.mask, [24], ["2001-01-03"], []
