@@ -23,7 +23,7 @@ from data_prep.file_index import FileIndex
 from data_prep.notices import once
 from ensemble_ml.config import EvaluateConfig, PredictConfig, as_list, is_dataset
 from ensemble_ml.errors import UserError
-from ensemble_ml.store import TensorStore, is_store
+from ensemble_ml.store import is_store
 
 if TYPE_CHECKING:
     from ensemble_ml.verification import Heights
@@ -144,23 +144,24 @@ class Reopened:
     def __init__(self, opener: Callable[[Any], Any], config: Any, logged: Iterable[str] = ()):
         self._opener, self._config, self._source = opener, config, None
         self._logged = set(logged)
-        self._axes = ""
+        self._state = ""
 
     @property
     def source(self) -> Any:
         """Return the source, which is opened at the first use.
 
         Raises:
-            UserError: it cannot be opened, or has other coordinates than when another process opened it.
+            UserError: it cannot be opened, or has changed since another process opened it.
         """
         if self._source is None:
             with once(self._logged):
                 source = self._opener(self._config)
-            # Init times are read by their positions, and an archive may have grown since they were counted.
-            axes = _digest_of_axes(source)
-            if self._axes not in ("", axes):
+            # Init times are read by their positions, and an archive may have grown since they were counted. Dask also
+            # names arrays by this digest, and takes arrays of one name for the same.
+            state = _digest(source, stated=not any(map(holds_dataset, vars(self._config).values())))
+            if self._state not in ("", state):
                 raise UserError(f"{source.path}: has changed since it was opened; open it again")
-            self._source, self._axes = source, axes
+            self._source, self._state = source, state
         return self._source
 
     def logged(self) -> set[str]:
@@ -182,13 +183,16 @@ class Reopened:
         return self
 
 
-def _digest_of_axes(source: Any) -> str:
-    """Return a digest of the coordinates of a source; that of a tensor store covers its fields, too."""
+def _digest(source: Any, *, stated: bool) -> str:
+    """Return a digest of the coordinates of a source and, if its fingerprint is `stated`, of its files.
+
+    An open Dataset may have another fingerprint in another process.
+    """
     lay = source.layout
     axes = (lay.init_time, lay.grid.latitude, lay.grid.longitude)
     named = (lay.realization, lay.lead_hours, lay.variables, lay.levels, lay.surface)
-    stored = source.fingerprint() if isinstance(source.forecast, TensorStore) else ""
-    return hashlib.sha256(b"".join(axis.tobytes() for axis in axes) + repr((named, stored)).encode()).hexdigest()
+    files = source.fingerprint() if stated else ""
+    return hashlib.sha256(b"".join(axis.tobytes() for axis in axes) + repr((named, files)).encode()).hexdigest()
 
 
 def settings_of(cls: type[C], given: Mapping[str, Any], ours: Mapping[str, Any], refused: Mapping[str, str]) -> C:

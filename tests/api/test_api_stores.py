@@ -268,6 +268,20 @@ def test_a_pattern_means_the_same_in_another_folder(small, tmp_path, monkeypatch
     assert resolve(ensemble)[0] == str(tmp_path / "one" / "*.nc")
 
 
+def test_files_that_were_replaced_are_other_dask_arrays(small, tmp_path):
+    """A cluster would otherwise give values that it keeps of the former files."""
+    data, path = eml.open(small)["t2m"].load(), tmp_path / "a.nc"
+    data.to_netcdf(path)
+    before = eml.open(path)["t2m"]
+    assert eml.open(path)["t2m"].data.name == before.data.name
+    kept = before.persist()
+    (data + 1).assign_attrs(data.attrs).to_netcdf(tmp_path / "new.nc")
+    (tmp_path / "new.nc").rename(path)
+    after = eml.open(path)["t2m"]
+    assert after.data.name != before.data.name
+    np.testing.assert_allclose(after - kept, 1, atol=1e-4)
+
+
 @pytest.mark.parametrize("wrong", [5, b"a", {"a": 1}, xr.DataArray(np.zeros(2)), np.array(["a"]), [5]])
 def test_what_is_no_path_is_refused(wrong, tmp_path):
     inputs = (
