@@ -70,7 +70,8 @@ def archive_files(paths: Any, *, role: str = FORECAST, wanted: Wanted = ALL) -> 
         wanted: the fields that are asked for; of an archive with a short name, only the files with these are taken.
 
     Raises:
-        UserError: no path is given, a path does not exist or cannot be read, or a folder holds no archive file.
+        UserError: no path is given, a path does not exist or cannot be read, a folder holds no archive file, or a path
+            of an archive is that of a tensor store.
     """
     found: dict[str, None] = {}
     given = as_list(paths)
@@ -101,6 +102,8 @@ def _expand(path: str, role: str, wanted: Wanted) -> list[str]:
     if os.path.isdir(path) and not is_zarr(path):
         return _folder(Path(path), role)
     if os.path.exists(path):
+        if role in (FORECAST, TRUTH) and is_store(Path(path)):  # static fields may be read from one
+            raise UserError(f"{path}: is a tensor store, and no part of an archive; give it alone")
         return [path]
     matches = _without_stores(path, glob.glob(path, recursive=True)) if glob.has_magic(path) else []
     if not matches:

@@ -282,6 +282,14 @@ def test_files_that_were_replaced_are_other_dask_arrays(small, tmp_path):
     np.testing.assert_allclose(after - kept, 1, atol=1e-4)
 
 
+def test_an_archive_beside_a_store_is_refused(small, tmp_path):
+    """The store was left out without a word."""
+    eml.open(small)["t2m"].to_netcdf(tmp_path / "a.nc")
+    for paths in ([small, tmp_path / "a.nc"], [small, small]):
+        with pytest.raises(UserError, match=rf"^{small}: is a tensor store, and no part of an archive; give it alone"):
+            eml.open(paths)
+
+
 @pytest.mark.parametrize("wrong", [5, b"a", {"a": 1}, xr.DataArray(np.zeros(2)), np.array(["a"]), [5]])
 def test_what_is_no_path_is_refused(wrong, tmp_path):
     inputs = (
