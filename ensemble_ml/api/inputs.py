@@ -52,11 +52,13 @@ def holds_dataset(paths: Any) -> bool:
 
 
 def check_inputs(key: str, given: Any) -> None:
-    """Raise a UserError for inputs that are neither paths nor Datasets; None is not looked at."""
+    """Raise a UserError for inputs that are neither paths nor Datasets, and for empty paths; None is not looked at."""
     for one in given if isinstance(given, list | tuple) else [given]:
         if not (one is None or is_dataset(one) or isinstance(one, str | os.PathLike)):
             made = ", which to_dataset() makes of it" if hasattr(one, "to_dataset") else ""
             raise UserError(f"{key} is {type(one).__name__}; give a path, or a Dataset{made}")
+        if isinstance(one, str) and not one:  # as a path it would be the current folder
+            raise UserError(f"{key} is an empty text; give a path, or a Dataset")
 
 
 def path_of(key: str, value: Any) -> Path:

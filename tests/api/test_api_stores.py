@@ -290,6 +290,14 @@ def test_an_archive_beside_a_store_is_refused(small, tmp_path):
             eml.open(paths)
 
 
+def test_an_empty_path_is_not_the_current_folder(small, tmp_path, monkeypatch):
+    eml.open(small)["t2m"].to_netcdf(tmp_path / "a.nc")
+    monkeypatch.chdir(tmp_path)
+    for call in (lambda: eml.open(""), lambda: eml.calibrate("", "a.nc"), lambda: eml.prepare("a.nc", "", "b.zarr")):
+        with pytest.raises(UserError, match=r"^(paths|an input) is an empty text; give a path, or a Dataset$"):
+            call()
+
+
 @pytest.mark.parametrize("wrong", [5, b"a", {"a": 1}, xr.DataArray(np.zeros(2)), np.array(["a"]), [5]])
 def test_what_is_no_path_is_refused(wrong, tmp_path):
     inputs = (
