@@ -393,6 +393,8 @@ def reason(error: BaseException) -> str:
     kind, text = type(error).__name__, " ".join(str(error).split())
     if kind in ("PermissionDeniedError", "UnauthenticatedError"):
         return "access is refused (403); only public objects can be read"
+    if "PROPFIND" in text:  # the request by which WebDAV lists a folder
+        return "it has no consolidated metadata, and the server lists no folders; run zarr.consolidate_metadata on it"
     # obstore appends a dump of its internal error, which says nothing to a user.
     text = text.partition("Debug source")[0].strip()
     return f"{kind}: {text[:300]}"

@@ -89,6 +89,15 @@ def test_init_times_that_were_appended(tmp_path, served, version):
         open_archive(f"{served}/{whole.name}")
 
 
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_store_without_consolidated_metadata(tmp_path, served, version, monkeypatch):
+    monkeypatch.setattr(remote, "_RETRIES", 0)
+    data = xr.open_zarr(public_archives.dynamical(tmp_path, "ifs", leads=(0, 3)))[["temperature_2m"]].load()
+    data.drop_encoding().to_zarr(tmp_path / "a.zarr", zarr_format=version, consolidated=False)
+    with pytest.raises(UserError, match=rf"^{served}/a.zarr: .* \(it has no consolidated metadata, and the server"):
+        open_archive(f"{served}/a.zarr")
+
+
 def test_only_what_is_asked_for_is_fetched(tmp_path, served, plan):
     path = public_archives.dynamical(tmp_path, "ifs", leads=(0, 3))
     open_archive(f"{served}/{path.name}")
