@@ -296,8 +296,11 @@ def _read_init(axis: xr.DataArray | None) -> np.ndarray:
     if axis is None:
         return np.array(0, "datetime64[s]")
     if not np.issubdtype(axis.dtype, np.datetime64):
-        said = axis.attrs | axis.encoding
-        calendar = f" in the calendar {said['calendar']}" if "calendar" in said else ""
+        first, said = axis.values.flat[0], axis.attrs | axis.encoding
+        kind = getattr(first, "calendar", said.get("calendar"))  # that of cftime objects
+        if kind in ("standard", "gregorian", "proleptic_gregorian") and 1678 <= getattr(first, "year", 0) <= 2261:
+            raise UserError(f"{axis.name}: holds cftime objects; open the file with use_cftime=False")
+        calendar = f" in the calendar {kind}" if kind else ""
         raise UserError(
             f"{axis.name}: units {said.get('units')!r}{calendar} do not make a date of the standard calendar"
         )

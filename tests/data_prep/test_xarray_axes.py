@@ -3,6 +3,7 @@
 import netCDF4
 import numpy as np
 import pytest
+import xarray as xr
 from gribfiles import GLOBE, dataset
 
 from data_prep import open_archive
@@ -150,6 +151,17 @@ def test_forecasts_of_several_starts_for_one_valid_time_are_not_at_lead_0(tmp_pa
     data.assign_coords(time=np.datetime64("2001-01-05", "ns")).to_netcdf(tmp_path / "a.nc")
     with pytest.raises(UserError, match="dimension forecast_reference_time carries both start and lead time"):
         open_archive(tmp_path / "a.nc")
+
+
+@pytest.mark.parametrize(
+    ("calendar", "message"),
+    [("standard", "time: holds cftime objects; open the file with use_cftime=False"),
+     ("360_day", "time: units None in the calendar 360_day do not make a date of the standard calendar")],
+)  # fmt: skip
+def test_init_times_of_cftime(calendar, message):
+    times = xr.date_range("2001-01-01", periods=2, calendar=calendar, use_cftime=True)
+    with pytest.raises(UserError, match=message):
+        open_archive(dataset().assign_coords(time=times))
 
 
 def test_geopotential_without_units_is_known_beside_a_level_of_no_whole_hpa(tmp_path):
