@@ -61,6 +61,12 @@ def test_a_forecast_equals_the_files_of_the_command(here, model, files):
     assert {k: forecast.attrs[k] for k in kept} == {k: files.attrs[k] for k in kept}
 
 
+def test_a_lazy_forecast_is_the_same_from_another_folder(here, files, tmp_path, monkeypatch):
+    forecast = eml.load("runs/first").predict("archive/ensemble", members=2, static="archive/static.grib")
+    monkeypatch.chdir(tmp_path)
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(forecast["t_mean"])), files["t_mean"])
+
+
 def test_matrices_are_not_made_in_inference_mode(here, model, monkeypatch):
     """torch takes another product of matrices for weights that are, which rounds differently for some shapes."""
     seen, forward = [], lazy.forward
