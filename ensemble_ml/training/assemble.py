@@ -282,7 +282,7 @@ def _begin(
     exchange = run_exchange(config, session)
     candidates(session.device, config.model.precision)
     first = batches_of(config, own, train, 0, 1, (session.topology.place.data, session.topology.data))
-    given = load_checkpoint(find_checkpoint(config.init_from)) if config.init_from is not None else None
+    given = _given("init_from", config.init_from, session) if config.init_from is not None else None
     # A run that starts from another one must not choose by dates on which that one was trained.
     if given is not None:
         agreement.refuse_other_layout(reader.spec, given)
@@ -325,6 +325,18 @@ def _begin(
     if state.average is not None:
         state.average = Average(model, config.average)  # again, because the choice of speed may change the dtype
     return state, found | {"precision": speed.to_json()}
+
+
+def _given(key: str, path: str, session: Session) -> Checkpoint:
+    """Load the checkpoint that a setting names, as a run or by its folder.
+
+    Raises:
+        UserError: there is none, or ranks have read different ones, because the best of the run has just changed.
+    """
+    found = load_checkpoint(find_checkpoint(path))
+    which = {f"checkpoint of {key}": f"{found.path.name}, {found.sha256[:16]}"}
+    session.agree(which, f"give {key} the folder of a step, so that all ranks read the same weights")
+    return found
 
 
 def _fastest(config: TrainConfig, own: Reader, first: Batches, state: State, session: Session) -> Speed:
@@ -448,7 +460,7 @@ def _teacher(config: TrainConfig, spec: ModelSpec, state: State, session: Sessio
     and one that predicts nothing that this model does.
     """
     assert config.teacher is not None
-    teacher = load_checkpoint(find_checkpoint(config.teacher))
+    teacher = _given("teacher", config.teacher, session)
     fields = ("variables", "levels", "surface", "leads_in", "leads_out", "latitude", "longitude", "static", "families")
     differ = [name for name in fields if getattr(spec, name) != getattr(teacher.spec, name)]
     if differ:

@@ -277,6 +277,26 @@ def test_ranks_that_do_not_see_one_output_folder_are_told(store, serial, tmp_pat
     assert all(re.search(told, text) for *_, text in ends)
 
 
+def other_best(session, config):
+    """Train; the best checkpoint of a run has changed before the second rank reads it."""
+    read = assemble.load_checkpoint
+
+    def later(path):
+        found = read(path)
+        return dataclasses.replace(found, meta=found.meta | {"sha256": str(session.topology.rank) * 64})
+
+    assemble.load_checkpoint = later
+    return joined(session, config)
+
+
+@pytest.mark.parametrize("key", ["init_from", "teacher"])
+def test_ranks_that_read_different_checkpoints_of_a_run_are_told(store, serial, tmp_path, key):
+    config = config_of(store, tmp_path, parallel=ParallelConfig(data=2), steps=1, **{key: str(serial)})
+    ends = run_ranks(other_best, 2, config, data=2, statuses=True)
+    assert all(code for code, *_ in ends)
+    assert f"rank 1: checkpoint of {key}=step_" in ends[1][2] and f"give {key} the folder of a step" in ends[1][2]
+
+
 @pytest.mark.slow
 def test_goes_on_under_another_partition(store, serial, tmp_path):
     config = config_of(store, tmp_path)
