@@ -90,6 +90,8 @@ def refuse_other_settings(config: TrainConfig, checkpoint: Checkpoint, *, also: 
         also = (*also, "checkpoint_every", "validate_every")
     fixed = [k for k in {**ours, **theirs} if k in also or not _is_free(k)]
     fixed = [k for k in fixed if k != "init_from"]  # cannot be given with resume; its weights are in the checkpoint
+    if config.teacher and checkpoint.meta.get("teacher"):  # it may have moved; `refuse_other_teacher` knows its weights
+        fixed.remove("teacher")
     # Older runs accepted settings of votes even if they had no effect.
     if not config.optim.votes:
         fixed = [k for k in fixed if k not in OF_VOTES]
@@ -107,6 +109,16 @@ def check_same_data(source: Source, checkpoint: Checkpoint) -> None:
     if was != now:
         raise UserError(
             f"data.store={source.path}: fingerprint {now}, the run began with {was}; give that store, or use init_from"
+        )
+
+
+def refuse_other_teacher(teacher: Checkpoint, checkpoint: Checkpoint | None) -> None:
+    """Raise a UserError if a resumed run has learned from another teacher so far. Older checkpoints do not tell."""
+    was = checkpoint.meta.get("teacher") if checkpoint is not None else None
+    if was not in (None, teacher.sha256):
+        raise UserError(
+            f"teacher={teacher.path}: has the sha256 {teacher.sha256[:16]}, the run has learned from {was[:16]} so far;"
+            " give that checkpoint (the best of a run may have changed since), or use init_from"
         )
 
 

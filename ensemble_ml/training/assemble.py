@@ -203,7 +203,10 @@ def assemble(
     sharing = session.mesh.spatial if state.exchange.slack else session.mesh.model
     loss = _loss(config, reader.spec, state, shard, sharing)
     if config.teacher is not None:
-        loss.teacher, loss.distill = _teacher(config, reader.spec, state, session, overlap), config.distill
+        given = _given("teacher", config.teacher, session)
+        agreement.refuse_other_teacher(given, checkpoint)
+        facts["teacher"] = given.sha256
+        loss.teacher, loss.distill = _teacher(given, reader.spec, state, session, overlap), config.distill
     run = Run(config, own, own_train, validation, state, loss, facts, session)
     # Without a partition there is no halo exchange, and nothing to overlap.
     if config.parallel.overlap == "auto" and shard is not None:
@@ -453,22 +456,20 @@ def _loss(config: TrainConfig, spec: ModelSpec, state: State, shard: Shard | Non
     return Loss(spec, error, spread_error, area.to(device), config.spread_weight, ranks)
 
 
-def _teacher(config: TrainConfig, spec: ModelSpec, state: State, session: Session, overlap: Overlap) -> AnyModel:
-    """Load the model that this one learns from, in its own precision, and partition it like the model of this run.
+def _teacher(teacher: Checkpoint, spec: ModelSpec, state: State, session: Session, overlap: Overlap) -> AnyModel:
+    """Build the model that this one learns from, in its own precision, and partition it like the model of this run.
 
     On a device without bfloat16 it computes in float32. Refuse a teacher of other fields, leads, grid or distributions,
     and one that predicts nothing that this model does.
     """
-    assert config.teacher is not None
-    teacher = _given("teacher", config.teacher, session)
     fields = ("variables", "levels", "surface", "leads_in", "leads_out", "latitude", "longitude", "static", "families")
     differ = [name for name in fields if getattr(spec, name) != getattr(teacher.spec, name)]
     if differ:
-        raise UserError(f"teacher={config.teacher}: has other {', '.join(differ)}; give a model of the same fields")
+        raise UserError(f"teacher={teacher.path}: has other {', '.join(differ)}; give a model of the same fields")
     own, its = ({head for head in ("postprocess", "spread") if getattr(s.config, head)} for s in (spec, teacher.spec))
     if not own & its:
         raise UserError(
-            f"teacher={config.teacher}: predicts nothing that this model does; set model.{its.pop()}=true, or leave it"
+            f"teacher={teacher.path}: predicts nothing that this model does; set model.{its.pop()}=true, or leave it"
             " out"
         )
     model, like = build_model(teacher.spec, Climate.default(teacher.spec)), next(state.model.parameters())

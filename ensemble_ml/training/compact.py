@@ -64,7 +64,8 @@ def compact(config: CompactConfig) -> Path:
     """Compact a model, train the smaller one, and return the folder of its run. `docs/compact.md` explains it.
 
     A run that is resumed keeps the settings with which it began. Of `config`, only `data.store`, `output`, `run`,
-    `threads` and `limit` are then used. A run that was killed before its first checkpoint begins again.
+    `threads` and `limit` are then used, and `checkpoint` if it is no longer where it was. A run that was killed before
+    its first checkpoint begins again.
 
     Raises:
         UserError: the checkpoint cannot be compacted, the run exists or cannot be resumed, the speed cannot be reached,
@@ -80,6 +81,8 @@ def compact(config: CompactConfig) -> Path:
         require("resume", config.resume, "compacted" in meta, f"{last} is of a run of train; resume it with train")
         own: dict[str, Any] = {"output": config.output, "run": config.run, "threads": config.threads}
         settings = replace(train_config(meta["config"], config.data.store), resume=True, **own)
+        if settings.teacher and not Path(settings.teacher).exists():
+            settings = replace(settings, teacher=config.checkpoint)
         for key in ("steps", "distill"):
             new, old = getattr(config, key), getattr(settings, key)
             if new not in (getattr(CompactConfig, key), old):

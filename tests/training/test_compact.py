@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -130,6 +131,34 @@ def test_what_cannot_be_compacted(teacher, config_of, counting, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="runs in one process"):
         compact(settings(teacher, config_of))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_has_moved_teaches_on(teacher, config_of, counting, monkeypatch):
+    """A run that goes on removes its earlier checkpoints, and a copy of the teacher does as well."""
+    straight = compact(settings(teacher, config_of))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        stop_at(patch, 2)
+        compact(settings(teacher, config_of, run="stopped"))
+    moved = teacher.rename(teacher.parent / "moved")
+    assert_equal_runs(compact(settings(moved, config_of, run="stopped", resume=True)), straight)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_its_teacher_alone(teacher, config_of, monkeypatch):
+    """Wherever it lies now, but not with what has become the best checkpoint of the teacher's run."""
+    config = config_of(steps=3, teacher=str(teacher), model__hidden=8)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        stop_at(patch, 1)
+        train(config)
+    kept = (teacher / "checkpoints" / "best").resolve()
+    kept = kept.rename(teacher.parent / "kept")
+    train(config_of(run="whole", steps=1, resume=False, output=str(teacher.parent / "other")))
+    (teacher / "checkpoints" / "best").unlink()
+    (teacher / "checkpoints" / "best").symlink_to(teacher.parent / "other" / "whole" / "checkpoints" / "last")
+    with pytest.raises(UserError, match=r"teacher=.*: has the sha256 .* the run has learned from .* give that checkp"):
+        train(replace(config, resume=True))
+    train(replace(config, resume=True, teacher=str(kept)))
 
 
 def test_a_teacher_of_other_fields_is_refused(teacher, config_of):

@@ -19,8 +19,9 @@ from ensemble_ml.config.training import Assign
 from ensemble_ml.distributed import solo
 from ensemble_ml.errors import UserError
 from ensemble_ml.training import load_checkpoint, setup, train
-from ensemble_ml.training.agreement import refuse_other_settings
+from ensemble_ml.training.agreement import plain_config, refuse_other_settings, refuse_other_teacher
 from ensemble_ml.training.assemble import told_of_memory
+from ensemble_ml.training.checkpoint import Checkpoint
 from ensemble_ml.training.tracking import read_log
 from ensemble_ml.training.trainer import Trainer
 
@@ -35,6 +36,18 @@ def test_a_limit_that_comes_too_late_is_told_of(config_of, caplog):
         assert (
             "max_minutes=0.001: the steps were settled when the run began: 4, of which 4 are done" in caplog.text
         ) == told
+
+
+def test_a_teacher_may_lie_elsewhere_but_must_be_the_same(config_of, tmp_path):
+    config = config_of(teacher="runs/large")
+    meta = {"config": plain_config(config), "teacher": "a" * 64}
+    run, other = (Checkpoint(tmp_path, None, {}, {}, {"sha256": digit * 64} | meta) for digit in "ab")
+    refuse_other_settings(replace(config, teacher="elsewhere/large"), run)
+    with pytest.raises(UserError, match=r"settings differ .*: teacher=None .was runs/large.; give the same"):
+        refuse_other_settings(replace(config, teacher=None), run)
+    refuse_other_teacher(run, run)
+    with pytest.raises(UserError, match=f"teacher={tmp_path}: has the sha256 bbb.*, the run has learned from aaa"):
+        refuse_other_teacher(other, run)
 
 
 def test_a_run_that_fails_keeps_what_it_has_kept(config_of, monkeypatch):
