@@ -118,7 +118,7 @@ class Scoring:
     def __init__(self, model: AnyModel, *, full_size: int, area: Tensor, mesh: Mesh | None = None):
         spec, mesh = model.spec, mesh or Mesh()
         fields = len(spec.leads_out), spec.fields
-        self._model, self._full_size, self._laws = model, full_size, spec.families
+        self._model, self._full_size, self._laws, self._mesh = model, full_size, spec.families, mesh
         self._crps, self._spread, self._width = (_Sums(area, fields, mesh) for _ in range(3))
         self._bounded = [position for position, law in enumerate(self._laws) if law is not Family.NORMAL]
         # Distributions with a bound need their variance and CRPS at a few factors. The normal one needs two sums only.
@@ -154,6 +154,10 @@ class Scoring:
         scores = {name: ratio for name, ratio in found.items() if ratio is not None}
         if scores:
             scores["score"] = math.exp(sum(map(math.log, scores.values())) / len(scores))
+            # Logarithms may differ in the last bit between processors, and all ranks have to make the same choices.
+            of_first = torch.tensor([*scores.values()], dtype=torch.float64, device=least.device)
+            self._mesh.model.broadcast(of_first).wait()
+            scores = dict(zip(scores, of_first.tolist(), strict=True))
         widths = self._width.roots()
         if widths is not None and bounded:
             # A field with a bound takes the factor from its variance, unless its distribution forbids that or the

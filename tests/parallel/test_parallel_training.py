@@ -31,7 +31,7 @@ from ensemble_ml.distributed.exchange import GradientAverage
 from ensemble_ml.errors import Stopped, UserError
 from ensemble_ml.models import EnsembleModel
 from ensemble_ml.store.read import TensorStore
-from ensemble_ml.training import assemble, load_checkpoint, train, trainer
+from ensemble_ml.training import assemble, load_checkpoint, train, trainer, validation
 from ensemble_ml.training.tracking import read_log
 
 
@@ -275,6 +275,20 @@ def test_ranks_that_do_not_see_one_output_folder_are_told(store, serial, tmp_pat
     assert all(code for code, *_ in ends)
     told = r"rank 1: checkpoint to go on from=none, on rank 0 checkpoint to go on from=\w{16}; let output=runs be one"
     assert all(re.search(told, text) for *_, text in ends)
+
+
+def another_processor(session, config):
+    """Train; the logarithms of the second rank turn every comparison of scores around."""
+    if session.topology.rank:
+        own = validation._Sums.ratio
+        validation._Sums.ratio = lambda *given: (found := own(*given)) and 1 / found
+    joined(session, config)
+
+
+def test_ranks_whose_scores_differ_make_the_same_choices(store, tmp_path):
+    """The best model is measured by all ranks: one that thought it worse would leave the others waiting."""
+    config = config_of(store, tmp_path, parallel=ParallelConfig(data=2), steps=2, validate_every=1, patience=1)
+    run_ranks(another_processor, 2, config, data=2, timeout=10)
 
 
 def other_best(session, config):
