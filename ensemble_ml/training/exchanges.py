@@ -103,17 +103,19 @@ class VoteLog:
         folder: the run folder.
         first: the result of `first_line`.
         step: number of steps that are done. Later votes in the file are removed: a killed run wrote them after its last
-            checkpoint.
+            checkpoint. So are votes under another first line, such as one of other ranks: no run can repeat both.
     """
 
     def __init__(self, folder: Path, first: dict[str, Any], step: int):
         path = folder / VOTES
-        old = path.read_text().splitlines()[1 : 1 + step] if step and path.exists() else []
+        before, *votes = (path.read_text() if step and path.exists() else "").splitlines() or [""]
+        head = json.dumps(first)
+        old = votes[:step] if before == head else []
         if len(old) < step:
-            log.warning(
-                "resume: %s holds %d of the %d votes so far, so the run cannot be repeated", path, len(old), step
-            )
-        write_whole(path, "".join(f"{line}\n" for line in [json.dumps(first), *old]))
+            other = " with these ranks and settings" if before not in ("", head) else ""
+            text = "resume: %s holds %d of the %d votes so far%s, so the run cannot be repeated"
+            log.warning(text, path, len(old), step, other)
+        write_whole(path, "".join(f"{line}\n" for line in [head, *old]))
         self._stream = open(path, "a")  # noqa: SIM115 - closed by `close`
 
     def __call__(self, vote: int, ranks: tuple[int, ...]) -> None:

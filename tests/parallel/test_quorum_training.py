@@ -205,6 +205,16 @@ def test_a_record_that_lacks_votes_of_a_run_that_goes_on_is_told_of(tmp_path, ca
             file.write('{"vote": 1, "ranks": [0, 1]}\n{"vote": 2, "ranks": [0, 1]}\n' if not step else "")
 
 
+@pytest.mark.parametrize("changed", [{"ranks": 2}, {"ranks": 4}, {"run": "b"}], ids=str)
+def test_a_record_holds_no_votes_of_other_ranks_or_settings(tmp_path, caplog, changed):
+    """A run may go on with other ranks, but neither part of its record can then be repeated."""
+    path = tmp_path / "votes.jsonl"
+    path.write_text(json.dumps(LINE) + '\n{"vote": 1, "ranks": [0, 1]}\n{"vote": 2, "ranks": [0, 1]}\n')
+    VoteLog(tmp_path, LINE | changed, 2).close()
+    assert "holds 0 of the 2 votes so far with these ranks and settings, so the run cannot be rep" in caplog.text
+    assert path.read_text() == json.dumps(LINE | changed) + "\n"
+
+
 def test_a_record_that_is_not_there(tmp_path):
     with pytest.raises(UserError, match="cannot be read"):
         read_votes(tmp_path / "votes.jsonl", LINE, lambda step: False)
