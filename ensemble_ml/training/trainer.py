@@ -482,18 +482,23 @@ class Trainer:
     def _judged(self, tracker: Tracker | Silent, scores: dict[str, float]) -> bool:
         """Hold a tournament if one is due. Return whether the score after it is better than all before."""
         state = self.state
-        if tournament.due(self.setup.base, state.step, state.steps):
-            self._compete(tracker, scores["score"])
+        due = tournament.due(self.setup.base, state.step, state.steps)
+        lost = due and self._compete(tracker, scores["score"])
         better = bool(state.scores) and (state.best is None or state.scores["score"] < state.best["score"])
         if better:
             state.best = {"step": state.step, **state.scores}
+        # Factors that were measured with a trainer's own weights do not hold for those that it has taken over.
+        if better or lost:
             self.judge.measure_widths_by_size()
         tracker.validation(state.step, scores, best=better)
         tracker.restart_clock()
         return better
 
-    def _compete(self, tracker: Tracker | Silent, score: float) -> None:
-        """Hold a tournament, or stop because another trainer has. All ranks of the job call this."""
+    def _compete(self, tracker: Tracker | Silent, score: float) -> bool:
+        """Hold a tournament, or stop because another trainer has. All ranks of the job call this.
+
+        Return whether this trainer lost, and has another one's weights now.
+        """
         state, start = self.state, time.perf_counter()
         texts = self.session.hear_trainers(f"tournament/{state.step}", repr(score))
         if texts is None:
@@ -504,6 +509,8 @@ class Trainer:
         if not (state.rounds and state.rounds[-1]["step"] == state.step):
             state.rounds.append(held)
             tracker.tournament(held, tournament.in_words(held), seconds)
+        own = self.session.topology.place.trainer
+        return bool(held["from"][own] != own)
 
     def _hold_again(self, tracker: Tracker | Silent) -> None:
         """Hold the tournament that the job had not finished when it was killed or stopped."""

@@ -29,6 +29,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.inference.card import model_card
 from ensemble_ml.training import load_checkpoint, setup, trainer
 from ensemble_ml.training.checkpoint import find_checkpoint, load_meta, load_spec
+from ensemble_ml.training.judge import Judge
 from ensemble_ml.training.tournament import lineage, partners, sources
 from ensemble_ml.training.tracking import read_log
 
@@ -230,6 +231,29 @@ def test_a_trainer_with_nan_is_gone_after_the_next_tournament(store, output):
     for folder in folders(output / "nan"):
         found, meta = tensors(folder / "checkpoints" / "last")
         assert meta["step"] == 12 and all(value.isfinite().all() for value in found.values())
+
+
+def measured(session, config):
+    """Train; the second trainer has NaN before step 2. Tell after which steps factors were measured."""
+    steps, real = [], Judge.measure_widths_by_size
+
+    def told(self, **given):
+        steps.append(self.state.step)
+        return real(self, **given)
+
+    Judge.measure_widths_by_size = told
+    poisoned(session, config, {1}, 1)
+    return steps
+
+
+def test_a_loser_measures_the_factors_of_the_weights_that_it_takes(store, output):
+    """Those of its own former weights would otherwise stand beside the winner's until a better validation."""
+    config = contest(store, output, trainers=2, run="factors", steps=5, tournament={"soup": False})
+    config.optim.lr = 0.3  # nobody is better than at the start
+    winner, loser = start(config, measured)
+    assert rounds(output / "factors" / "trainer_00")[0][2] == [0, 0]
+    assert [load_meta(folder / "checkpoints" / "best")["step"] for folder in folders(output / "factors")] == [0, 0]
+    assert 4 not in winner and 4 in loser
 
 
 @pytest.mark.slow
