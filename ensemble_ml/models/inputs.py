@@ -220,8 +220,9 @@ def _check_spec(spec: ModelSpec) -> None:
         raise UserError("data.variables, data.surface: both are empty; name at least one variable")
     if spec.variables and not spec.levels:
         raise UserError(f"data.levels: empty, but data.variables={list(spec.variables)}; name at least one level")
-    if not spec.leads_out:
-        raise UserError("data.leads_out: empty; name at least one lead time")
+    for key in ("leads_in", "leads_out"):
+        if not getattr(spec, key):
+            raise UserError(f"data.{key}: empty; name at least one lead time")
     # The model corrects the ensemble at the predicted lead, so that lead must be an input.
     missing = [lead for lead in spec.leads_out if lead not in spec.leads_in]
     if missing:

@@ -217,6 +217,9 @@ def test_shrunk_spread_weighs_by_members():
 def test_mistakes_are_named():
     with pytest.raises(UserError, match="leads_out"):
         make_spec(leads_in=(0, 24), leads_out=(48,))
+    for leads, key in (((), "leads_in"), ((24,), "leads_out")):
+        with pytest.raises(UserError, match=f"data.{key}: empty"):
+            make_spec(leads_in=leads, leads_out=())
     with pytest.raises(UserError, match="t2m: is a surface variable"):
         make_spec(variables=("t2m",))
     with pytest.raises(UserError, match="both are empty"):
