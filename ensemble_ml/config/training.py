@@ -421,6 +421,8 @@ class TrainConfig:
             require(f"tournament.vary.{key}", values, len(values) == trainers, f"give {trainers} values, one for each trainer (parallel.trainer)")
             for value in values:  # each value must be valid for the setting that it varies
                 require(f"tournament.vary.{key}", value, key != "spread_weight" or value >= 0, "must be 0 or more")
+                whole = key != "optim.warmup" or isinstance(value, int)
+                require(f"tournament.vary.{key}", value, whole, "give a whole number of steps")
                 replace(self.optim, **({key.removeprefix("optim."): value} if key.startswith("optim.") else {}))
 
 

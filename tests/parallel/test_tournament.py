@@ -369,6 +369,10 @@ def test_another_number_of_trainers_is_refused(store, output):
         ({"tournament": {"vary": {"optim.lr": 0.1}}}, r"tournament.vary.optim.lr=0.1: give a list of numbers"),
         ({"tournament": {"vary": {"optim.lr": [1, 1, -3, 1]}}}, r"optim.lr=-3: must be above 0"),
         ({"tournament": {"vary": {"spread_weight": [1, 1, -3, 1]}}}, r"tournament.vary.spread_weight=-3: must be 0"),
+        (
+            {"tournament": {"vary": {"optim.warmup": [1, 1, 1.5, 1]}}},
+            r"vary.optim.warmup=1.5: give a whole number of st",
+        ),
         ({"tournament": {"vary": "optim.lr"}}, r"tournament.vary=optim.lr: give a list of values by setting"),
         ({"patience": 3}, r"patience=3: parallel.trainer=4 models take the same number of steps"),
         ({"max_minutes": 3.0}, r"max_minutes=3.0: parallel.trainer=4 models take the same number of steps"),
