@@ -50,6 +50,7 @@ def test_file_composes_and_builds(path):
     assert type(config) is SCHEMAS[task]
     if isinstance(config, TrainConfig):
         builds(config)
+        assert not config.without_effect()
     if isinstance(config, SimulateConfig) and len(path.parts) > 1:
         assert config.size == path.stem
 
@@ -70,6 +71,31 @@ def test_a_group_file_changes_what_it_says():
     config = cli.build_config("train", cli.compose_config("train", [*GIVEN["train"], "model=small", "optim=adamw"]))
     assert config.model.hidden == 16
     assert config.optim.name.value == "adamw"
+
+
+@pytest.mark.parametrize(
+    ("given", "needed"),
+    [
+        ("patience=3", "data.validation=[2002]"),
+        ("distill=0.5", "teacher=runs/large"),
+        ("model.bank_templates=3", "model.bank=0.5"),
+        ("model.departures=true", "model=drn"),
+        ("optim.rank=8", "optim.exchange=powersgd"),
+        ("optim.momentum_every=50", "optim.momentum_sync=every optim.exchange=vote"),
+        ("optim.momentum_mb=2", "optim.momentum_sync=selective optim.exchange=vote"),
+        ("loading.workers=4", "loading=torch"),
+        ("loading.threads=4", "loading=clairvoyant"),
+        ("loading.folder=/tmp", "loading.disk=1GB"),
+        ("tournament.keep=truncation", "parallel.trainer=2 tournament.every=100 data.validation=[2002]"),
+    ],
+)
+def test_a_setting_that_another_one_leaves_without_effect_is_told(given, needed):
+    def told(*words):
+        return cli.build_config("train", cli.compose_config("train", [*GIVEN["train"], given, *words])).without_effect()
+
+    [line] = told(*["loading=torch"] * (given == "loading.threads=4"))
+    assert line.split("=")[0] == given.split("=")[0] and ": has no effect here: " in line
+    assert not told(*needed.split())
 
 
 def test_fresh_years_are_of_the_same_models_and_in_no_other_archive():

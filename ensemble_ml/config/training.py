@@ -10,6 +10,7 @@ import math
 import re
 from dataclasses import dataclass, replace
 from enum import Enum
+from operator import attrgetter
 from typing import Any
 
 from ensemble_ml.config.base import MISSING, at_least, check_periods, is_number, opt, part, require
@@ -399,6 +400,33 @@ class TrainConfig:
         require("resume", self.resume, not both, "resume=true and init_from exclude each other; resume=auto is allowed with init_from")
         require("run", self.run, self.run == MISSING or bool(re.fullmatch(r"(?!\.+$)[\w.\-]+", self.run)), "letters, digits, '.', '_' and '-' are allowed, and not dots alone")
         self._check_trainers()
+
+    def without_effect(self) -> list[str]:
+        """Return a line for each setting that differs from its default, but has no effect because of another one.
+
+        Such settings of exchanges that change results are refused.
+        """
+        optim, ours = self.optim, self.loading.name is LoaderName.clairvoyant
+        given = {
+            "patience": bool(self.data.validation) or "it counts validations; give data.validation",
+            "distill": bool(self.teacher) or not self.distill or "it weighs a teacher's forecasts; give teacher",
+            "model.bank_templates": bool(self.model.bank) or "model.bank=0",
+            "model.departures": self.model.name != "unet3d" or "model.name=unet3d takes these inputs before the U-Net",
+            "optim.rank": optim.exchange is ExchangeName.powersgd or f"optim.exchange={optim.exchange.value}",
+            "optim.clip_by": optim.clip > 0 or "optim.clip=0",
+            "optim.momentum_every": optim.momentum_sync is not MomentumSync.never or "optim.momentum_sync=never",
+            "optim.momentum_mb": optim.momentum_sync is MomentumSync.selective or f"optim.momentum_sync={optim.momentum_sync.value}",
+            "loading.folder": self.loading.disk_bytes > 0 or "loading.disk=0",
+            "loading.workers": not ours or "loading=clairvoyant reads by loading.threads",
+        }
+        given |= {f"loading.{key}": ours or "loading=torch plans nothing" for key in ("ram", "disk", "threads", "timeline")}
+        given |= {f"tournament.{key}": self.parallel.trainer > 1 or "parallel.trainer=1" for key in ("data", "keep", "soup")}
+        lines, usual = [], TrainConfig()
+        for key, why in given.items():
+            value, default = attrgetter(key)(self), attrgetter(key)(usual)
+            if why is not True and value != default:
+                lines.append(f"{key}={getattr(value, 'value', value)}: has no effect here: {why}")
+        return lines
 
     def _check_trainers(self) -> None:
         """Raise a UserError if settings do not go with the number of models that the job trains."""

@@ -165,10 +165,8 @@ def fine_tuning(config: CompactConfig, former: TrainConfig, checkpoint: Checkpoi
     optim, usual = former.optim, OptimConfig()
     # Settings of exchanges between ranks have no meaning for one rank.
     alone: dict[str, Any] = {"exchange": ExchangeName.allreduce, "quorum": "all", "bound": usual.bound, "replay": None}
-    alone |= {
-        key: getattr(usual, key)
-        for key in ("bits", "scale", "hierarchical", "momentum_sync", "momentum_kept", "clip_by")
-    }
+    momenta = "momentum_sync", "momentum_kept", "momentum_every", "momentum_mb"
+    alone |= {key: getattr(usual, key) for key in ("bits", "scale", "hierarchical", "clip_by", "rank", *momenta)}
     optim = replace(optim, lr=optim.lr / 2, warmup=optim.warmup // 4, **alone)
     return replace(
         former, run=config.run, output=config.output, steps=steps, optim=optim, threads=config.threads,

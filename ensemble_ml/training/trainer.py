@@ -82,6 +82,8 @@ def train(config: TrainConfig, begin: Checkpoint | None = None) -> Path:
     """
     with start(config.parallel) as session, setup.claimed_run(config, session):
         session.agree(agreement.common_settings(config))
+        for line in config.without_effect() if session.first else ():
+            log.warning("%s", line)
         return _train(config, session, begin)
 
 

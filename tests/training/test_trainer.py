@@ -110,6 +110,11 @@ def test_a_loaded_model_is_calibrated_from_other_numbers_of_members(config_of, s
         assert (factors - 1).abs().max() > 0.005
 
 
+def test_a_setting_without_effect_is_told_once(config_of, caplog):
+    train(config_of(steps=0, patience=2, distill=0.5))
+    assert caplog.text.count("has no effect") == 1 and "distill=0.5: has no effect here: it weighs" in caplog.text
+
+
 def test_widths_of_the_weights_of_another_step_are_told_of(config_of, monkeypatch, caplog):
     config = config_of(steps=4, validate_every=2)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
