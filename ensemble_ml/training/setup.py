@@ -173,6 +173,15 @@ def _check_spec(spec: ModelSpec, model: ModelConfig) -> None:
             log.info(text, spec.config.depth, rows, columns, why)
 
 
+def refuse_unreachable(config: TrainConfig, spec: ModelSpec) -> None:
+    """Raise a UserError if training is to end at a score that the model does not have."""
+    if config.until and not spec.config.postprocess:
+        raise UserError(
+            f"until={config.until:g}: is a value of crps_ratio, which a model of the spread alone does not have; leave"
+            " it out, or train on a store with a truth and model.postprocess=true"
+        )
+
+
 def open_reader(config: TrainConfig, source: Source, spec: ModelSpec) -> Reader:
     """Return the reader of a run. Its truth is a withheld member of each date if `objective` is `members`."""
     return Reader(source, spec, withhold=config.seed if config.objective is Objective.members else None)

@@ -104,6 +104,7 @@ def _train(config: TrainConfig, session: Session, begin: Checkpoint | None) -> P
         session.agree({"contents of data.store": source.fingerprint()})
         known = checkpoint or begin
         spec = known.spec if known else setup.build_spec(config, source)
+        setup.refuse_unreachable(config, spec)
         config = setup.with_depth(config, spec)
         if config.parallel.planned:
             # This import takes a second, and most runs do not need it.

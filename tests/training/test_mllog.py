@@ -147,3 +147,10 @@ def test_bad_settings():
         TrainConfig(until=0.9, data=DataConfig(store="x", train=["2001"]))
     with pytest.raises(UserError, match="until=-1"):
         TrainConfig(until=-1)
+
+
+def test_a_score_that_the_model_does_not_have_is_refused(config_of):
+    config = config_of(until=0.9, model__postprocess=False)
+    with pytest.raises(UserError, match=r"until=0\.9: is a value of crps_ratio, which a model of the spread alone"):
+        train(config)
+    assert not (Path(config.output) / config.run).exists()
