@@ -155,10 +155,6 @@ def assemble(
     """
     session, progress = session or solo(), progress or Progress()
     topology = session.topology
-    # A batch is divided by samples among the data ranks, so ranks beyond the batch size would get none.
-    if (parts := topology.data) > config.batch_size:
-        idle = "batch_size=%d: parallel.data=%d ranks share it, so %d compute nothing; give batch_size=%d or more"
-        log.warning(idle, config.batch_size, parts, parts - config.batch_size, parts)
     train, validation = whole_dates(config, reader)
     if topology.trainer > 1 and not len(validation):
         raise UserError(
@@ -167,6 +163,7 @@ def assemble(
         )
     own_train = setup.own_dates(config, train, topology.place.trainer)
     _refuse_idle_voters(config, session, len(own_train))
+    _tell_of_short_batches(config, topology.data, len(own_train))
     setup.refuse_shards(config.parallel.shard, topology.data * topology.spatial, session)
     shard = _shard(reader.spec, session)
     own = reader if shard is None else reader.within((shard.own_rows, shard.own_columns))
@@ -247,6 +244,19 @@ def whole_dates(config: TrainConfig, reader: Reader) -> tuple[np.ndarray, np.nda
         log.warning(text, ", ".join(f"{h:02d}" for h in hours), hours[0])
     chosen = reader.usable(validation, most, "validation") if len(validation) else validation
     return reader.usable(train, min(least, reader.full_size), "training"), chosen
+
+
+def _tell_of_short_batches(config: TrainConfig, parts: int, dates: int) -> None:
+    """Warn if there are fewer training dates than a batch has samples, or than there are ranks that share a batch."""
+    most = min(config.batch_size, dates)
+    if most < config.batch_size:
+        text = "batch_size=%d: there are %d init times to train on, so a step has no more"
+        log.warning(text, config.batch_size, dates)
+    # A batch is divided by samples among the data ranks, so ranks beyond its samples get none.
+    if parts > most:
+        text = "batch_size=%d: parallel.data=%d ranks share the %d init times of a step, so %d compute nothing; %s"
+        remedy = f"give batch_size={parts} or more" if most < dates else "start fewer ranks, or give more init times"
+        log.warning(text, config.batch_size, parts, most, parts - most, remedy)
 
 
 def _refuse_idle_voters(config: TrainConfig, session: Session, dates: int) -> None:

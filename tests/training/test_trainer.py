@@ -20,6 +20,7 @@ from ensemble_ml.inference import predict
 from ensemble_ml.loading import Reader, fixed_batches
 from ensemble_ml.models import Climate, EnsembleModel
 from ensemble_ml.training import judge, load_model, train, trainer
+from ensemble_ml.training.assemble import _tell_of_short_batches
 from ensemble_ml.training.checkpoint import load_weights
 from ensemble_ml.training.feed import beside
 from ensemble_ml.training.losses import Loss
@@ -113,6 +114,24 @@ def test_a_loaded_model_is_calibrated_from_other_numbers_of_members(config_of, s
 def test_a_setting_without_effect_is_told_once(config_of, caplog):
     train(config_of(steps=0, patience=2, distill=0.5))
     assert caplog.text.count("has no effect") == 1 and "distill=0.5: has no effect here: it weighs" in caplog.text
+
+
+def test_a_batch_larger_than_all_dates_is_told_of(config_of, caplog):
+    train(config_of(steps=0, batch_size=64))
+    assert "batch_size=64: there are 16 init times to train on, so a step has no more" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "ranks", "dates", "told"),
+    [
+        (8, 8, 16, ""),
+        (4, 6, 16, "share the 4 init times of a step, so 2 compute nothing; give batch_size=6 or more"),
+        (8, 6, 4, "share the 4 init times of a step, so 2 compute nothing; start fewer ranks, or give more init times"),
+    ],
+)
+def test_ranks_without_a_sample_are_told_of(config_of, caplog, batch_size, ranks, dates, told):
+    _tell_of_short_batches(config_of(batch_size=batch_size), ranks, dates)
+    assert (told in caplog.text) if told else not caplog.text
 
 
 def test_widths_of_the_weights_of_another_step_are_told_of(config_of, monkeypatch, caplog):
