@@ -27,6 +27,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+HALF = (torch.bfloat16, torch.float16)
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -163,8 +165,12 @@ def total_norm(params: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
 
     Parameters without a gradient do not count. `norm_type` is p of the norm; infinity gives the largest magnitude.
     """
-    grads = [dense_values(p.grad) for p in params if p.grad is not None]
-    found = torch.nn.utils.get_total_norm([grad for grad in grads if grad.numel()], norm_type)
+    grads = [grad for p in params if p.grad is not None and (grad := dense_values(p.grad)).numel()]
+    # The norm of many numbers in half precision may be too large for such a number, so it is taken in float32.
+    parts = [
+        torch.linalg.vector_norm(grad, norm_type, dtype=torch.float32) if grad.dtype in HALF else grad for grad in grads
+    ]
+    found = torch.nn.utils.get_total_norm(parts, norm_type)
     return found.to(params[0].device) if params else found
 
 

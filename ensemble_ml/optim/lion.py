@@ -32,14 +32,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ensemble_ml.errors import UserError
-from ensemble_ml.optim.exchange import Exchange, dense_values, total_norm
+from ensemble_ml.optim.exchange import HALF, Exchange, dense_values, total_norm
 
 _ADD_PARAM_GROUP, _ZERO_GRAD, _STATE_DICT, _LOAD_STATE_DICT = (
     inspect.unwrap(method)
     for method in (Optimizer.add_param_group, Optimizer.zero_grad, Optimizer.state_dict, Optimizer.load_state_dict)
 )
 _ADAMW_STEP = inspect.unwrap(torch.optim.AdamW.step)
-_HALF = (torch.bfloat16, torch.float16)
 
 
 class Eager(Optimizer):
@@ -130,7 +129,7 @@ class Lion(Eager):
         """Return the momentum of a parameter, zeros before its first step."""
         state = self.state[p]
         if "exp_avg" not in state:
-            kind = torch.float32 if p.dtype in _HALF else p.dtype
+            kind = torch.float32 if p.dtype in HALF else p.dtype
             state["exp_avg"] = torch.zeros_like(p, dtype=kind, memory_format=torch.preserve_format)
         return state["exp_avg"]
 
@@ -140,7 +139,7 @@ class Lion(Eager):
         given = state_dict["state"]
         params = [p for group in self.param_groups for p in group["params"]]
         for index, p in enumerate(params):
-            if p.dtype in _HALF and index in given:
+            if p.dtype in HALF and index in given:
                 self.state[p]["exp_avg"] = given[index]["exp_avg"].to(p.device, torch.float32, copy=True)
 
     def _refuse_what_is_not_finite(self) -> None:
@@ -158,7 +157,7 @@ class Lion(Eager):
 
     def _update(self, group: dict[str, Any], params: list[Tensor]) -> None:
         """Step the parameters of one device and type, and update their momenta."""
-        half = params[0].dtype in _HALF
+        half = params[0].dtype in HALF
         grads = [p.grad.float() if half else p.grad for p in params if p.grad is not None]
         momenta = [self.momentum(p) for p in params]
         lr, (beta1, beta2) = group["lr"], group["betas"]

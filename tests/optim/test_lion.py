@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ensemble_ml.errors import UserError
-from ensemble_ml.optim import Lion
+from ensemble_ml.optim import Exchange, Lion
 
 SHAPES = [(7,), (3, 5), (2, 3, 4, 1), (1,)]
 
@@ -185,6 +185,18 @@ def test_a_large_gradient_whose_square_overflows_is_finite():
     p.grad = torch.tensor([3e38, -3e38])
     Lion([p], lr=0.5, weight_decay=0.0).step()
     assert p.tolist() == [-0.5, 0.5]
+
+
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+def test_the_norm_of_a_gradient_in_half_precision_may_be_larger_than_such_numbers(clip):
+    p = torch.nn.Parameter(torch.zeros(2500, dtype=torch.float16))
+    optimizer = Lion([p], lr=0.5, weight_decay=0.0, exchange=Exchange(clip))
+    p.grad = torch.full_like(p, 3000.0)  # the largest number in float16 is 65504
+    outcome = optimizer.exchange.finish()
+    assert outcome.finite and outcome.norm == pytest.approx(150_000.0, rel=1e-5)
+    assert p.grad.float().norm().item() == pytest.approx(clip or 150_000.0, rel=1e-3)
+    optimizer.step()
+    assert (p == -0.5).all()
 
 
 def test_gradients_are_looked_at_once_a_step(monkeypatch):
