@@ -62,7 +62,10 @@ def _crps_doubly_censored(mu: Tensor, sigma: Tensor, y: Tensor) -> Tensor:
 
 
 def cdf(family: Family, location: Tensor, scale: Tensor, y: Tensor) -> Tensor:
-    """Return the distribution function P(value <= y), in [0, 1]; at a bound, with the mass that lies there."""
+    """Return the distribution function P(value <= y), in [0, 1]; at a bound, with the mass that lies there.
+
+    It is NaN where an argument is.
+    """
     mu, sigma, at = location.double(), scale.double(), y.double()
     z, l, x, v = (at - mu) / sigma, -mu / sigma, mu / sigma, at / sigma
     if family is Family.LOGNORMAL:
@@ -74,7 +77,8 @@ def cdf(family: Family, location: Tensor, scale: Tensor, y: Tensor) -> Tensor:
     else:
         lower, upper = family.bounds
         found = torch.where(at >= upper, 1.0, torch.where(at < lower, 0.0, ndtr(z)))
-    return found.clamp(0, 1).to(location.dtype)
+    # A comparison with NaN is false, so a missing value would look like one beyond a bound.
+    return torch.where(torch.isnan(z), torch.nan, found.clamp(0, 1)).to(location.dtype)
 
 
 def quantile(family: Family, location: Tensor, scale: Tensor, level: Tensor | float) -> Tensor:

@@ -236,6 +236,15 @@ def test_cdf_counts_the_censored_mass():
     assert cdf(DOUBLY, zero + 50, one, at).tolist() == [0, 0, 1, 1]
 
 
+@pytest.mark.parametrize("family", list(Family))
+@pytest.mark.parametrize("y", [-1.0, 0.0, 0.5, 1.0, 2.0])
+def test_cdf_of_what_is_missing_is_missing(family, y):
+    """Also beyond a bound, where every distribution of the family has the same value: 0 or 1 would be a forecast."""
+    for lacking in range(3):
+        them = [torch.tensor(math.nan if place == lacking else value) for place, value in enumerate((0.3, 0.5, y))]
+        assert cdf(family, *them).isnan()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_values_lie_between_the_bounds(family):
     location, scale = torch.meshgrid(torch.linspace(-5, 5, 41), torch.logspace(-3, 2, 11), indexing="ij")
