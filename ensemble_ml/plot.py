@@ -41,8 +41,8 @@ def map(  # named after the figure; it hides the builtin within this file
         The figure.
 
     Raises:
-        UserError: The field or `land` lacks latitude or longitude, or has another dimension longer than one; the
-            field's grid is not regular; `land` lacks points of the field; or matplotlib is not installed.
+        UserError: The field or `land` is no DataArray, lacks latitude or longitude, or has another dimension longer
+            than one; the field's grid is not regular; `land` lacks points of the field; or matplotlib is not installed.
 
     Example:
         >>> import ensemble_ml as eml
@@ -54,6 +54,9 @@ def map(  # named after the figure; it hides the builtin within this file
     from ensemble_ml.grid import canonical
     from ensemble_ml.verification.plots import draw_map, new_figure
 
+    for name, one in (("field", field), ("land", land)):
+        if one is not None:
+            _check_array(name, one)
     flat = _flat(field)
     grid, rows, columns = canonical(flat["latitude"].values, flat["longitude"].values)
     inside = (rows[:, None], columns)
@@ -91,7 +94,8 @@ def fan(
     Raises:
         UserError: The forecast has no quantiles of the variable; forecast or truth lacks the level or lead times, or
             has several initialisation times; the truth has another one than the forecast; the place is outside of the
-            grid; the truth lacks a lead of the forecast; leads are no timedeltas; or matplotlib is not installed.
+            grid; the truth lacks a lead of the forecast, or is no DataArray; leads are no timedeltas; or matplotlib is
+            not installed.
 
     Example:
         >>> import ensemble_ml as eml
@@ -102,6 +106,10 @@ def fan(
     from ensemble_ml.verification.plots import new_figure
 
     name = f"{variable}_quantile"
+    if not isinstance(forecast, xr.Dataset):
+        raise UserError(f"forecast: is {type(forecast).__name__}; give the Dataset that predict returns")
+    if truth is not None:
+        _check_array("truth", truth)
     if name not in forecast:
         there = ", ".join(sorted(str(one).removesuffix("_quantile") for one in forecast if "_quantile" in str(one)))
         raise UserError(f"{variable}: the forecast has no quantiles of it; it has some of {there or 'nothing'}")
@@ -150,8 +158,8 @@ def reliability(
 
     Raises:
         UserError: Coordinates differ, the truth lacks some of them, event or truth has several values for one
-            probability, values are no probabilities or events, no forecast is given, `bins` is below 1, or matplotlib
-            is not installed.
+            probability, values are no probabilities or events, no forecast is given, one or the event is no DataArray,
+            `bins` is below 1, or matplotlib is not installed.
 
     Example:
         >>> import ensemble_ml as eml
@@ -166,6 +174,8 @@ def reliability(
     from ensemble_ml.verification import plots
 
     several = probability if isinstance(probability, Mapping) else {"forecast": probability}
+    for name, one in (*several.items(), ("event", event)):
+        _check_array(name, one)
     panels: dict[str, dict[str, Reliability]] = {}
     for name, one in several.items():
         for words, shares, happened in _events(name, one, event):
@@ -254,6 +264,14 @@ def _bands(axis: Any, hours: np.ndarray, levels: np.ndarray, values: np.ndarray)
     axis.plot(hours, values[middle], "o-", color=BLUE, ms=4, label=f"{100 * levels[middle]:g} %")
 
 
+def _check_array(name: str, given: Any) -> None:
+    """Refuse what is no DataArray, such as a Dataset of which no variable was chosen."""
+    if isinstance(given, xr.Dataset):
+        raise UserError(f"{name}: is a Dataset; choose one of its variables: {', '.join(str(one) for one in given)}")
+    if not isinstance(given, xr.DataArray):
+        raise UserError(f"{name}: is {type(given).__name__}; give an xarray DataArray")
+
+
 def _need_matplotlib() -> None:
     """Raise a UserError if matplotlib is not installed."""
     try:
@@ -340,7 +358,7 @@ def _title(field: xr.DataArray) -> str:
     words = [str(field.attrs.get("long_name", field.name))]
     for name, one in field.coords.items():
         word = str(name).partition("_")[0]
-        if word in ("level", "quantile", "threshold") and one.size == 1:
+        if word in ("level", "quantile", "threshold") and one.size == 1 and one.dtype.kind in "iuf":
             units = {"level": "hPa", "quantile": ""}.get(word, str(one.attrs.get("units", "")))
             words.append(f"{word} {one.item():g} {units}".strip())
     for name in (*_START, *_LEAD):

@@ -161,6 +161,27 @@ def test_an_event_of_more_dates_is_not_compared_with_one_forecast():
         eml.plot.reliability({}, event)
 
 
+def test_a_dataset_in_the_place_of_a_variable_is_told_in_one_line():
+    field = on_globe(19, 36, quantile=[0.5], forecast_period=np.array([24], "timedelta64[h]").astype("timedelta64[ns]"))
+    fields, one = xr.Dataset({"t2m_quantile": field, "t2m_mean": field}), field[0, 0]
+    for draw, told in (
+        (lambda: eml.plot.map(fields), "field: is a Dataset; choose one of its variables: t2m_quantile, t2m_mean"),
+        (lambda: eml.plot.map(one, land=fields), "land: is a Dataset; choose one of its variables"),
+        (lambda: eml.plot.map(one.values), "field: is ndarray; give an xarray DataArray"),
+        (lambda: eml.plot.fan(fields, "t2m", 0, 0, truth=fields), "truth: is a Dataset; choose one of its variables"),
+        (lambda: eml.plot.fan(field, "t2m", 0, 0), "forecast: is DataArray; give the Dataset that predict returns"),
+        (lambda: eml.plot.reliability(one > 0, fields), "event: is a Dataset; choose one of its variables"),
+        (lambda: eml.plot.reliability([one], one > 0), "forecast: is list; give an xarray DataArray"),
+    ):
+        with pytest.raises(UserError, match=told):
+            draw()
+
+
+def test_a_level_may_be_named_by_a_word():
+    figure = eml.plot.map(on_globe(19, 36).assign_coords(level_type="isobaricInhPa", level="surface"))
+    assert figure.axes[0].get_title(loc="left") == "t2m"
+
+
 def test_a_fan_of_one_level_is_not_that_of_another():
     hours = np.array([24, 48], "timedelta64[h]").astype("timedelta64[ns]")
     quantiles = on_globe(19, 36, quantile=[0.1, 0.5, 0.9], level=[500, 850], forecast_period=hours)
