@@ -85,7 +85,8 @@ def fan(
         variable: Short name, such as "t2m".
         latitude: Latitude of the place in degrees; the nearest grid point is drawn.
         longitude: Longitude of the place in degrees.
-        level: Pressure level in hPa, for a variable on levels; None if one level was selected already.
+        level: Pressure level in hPa, for a variable on levels; None at the surface, or if one level was selected
+            already.
         truth: The truth at the forecast's leads or more, at the place or on a grid, in the forecast's units.
 
     Returns:
@@ -113,6 +114,8 @@ def fan(
     if name not in forecast:
         there = ", ".join(sorted(str(one).removesuffix("_quantile") for one in forecast if "_quantile" in str(one)))
         raise UserError(f"{variable}: the forecast has no quantiles of it; it has some of {there or 'nothing'}")
+    if level is not None and "level" not in forecast[name].coords:
+        raise UserError(f"level={level}: the forecast of {variable} has no levels; leave it out")
     values = _by_lead(_at(forecast[name], latitude, longitude, level))
     if "quantile" not in values.dims:  # one was selected
         values = values.expand_dims("quantile")

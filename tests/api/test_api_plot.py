@@ -190,6 +190,10 @@ def test_a_fan_of_one_level_is_not_that_of_another():
         eml.plot.fan(forecast, "z", 0, 0, level=level)
     with pytest.raises(UserError, match="level=850: give one of 500 hPa"):
         eml.plot.fan(forecast, "z", 0, 0, level=850)
+    surface = forecast.drop_vars("level").rename(z_quantile="t2m_quantile")
+    eml.plot.fan(surface, "t2m", 0, 0)
+    with pytest.raises(UserError, match="level=850: the forecast of t2m has no levels; leave it out"):
+        eml.plot.fan(surface, "t2m", 0, 0, level=850)
 
 
 @pytest.mark.parametrize(
