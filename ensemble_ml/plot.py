@@ -94,7 +94,7 @@ def fan(
 
     Raises:
         UserError: The forecast has no quantiles of the variable; forecast or truth lacks the level or lead times, or
-            has several initialisation times; the truth has another one than the forecast; the place is outside of the
+            has several initialisation times; the truth has another one, or another level; the place is outside of the
             grid; the truth lacks a lead of the forecast, or is no DataArray; leads are no timedeltas; or matplotlib is
             not installed.
 
@@ -129,7 +129,7 @@ def fan(
         seen = _by_lead(_at(truth.rename(truth.name or "truth"), latitude, longitude, level))
         if lacking := sorted(set(hours) - set(seen["lead"].values)):
             raise UserError(f"truth: has no values at {', '.join(f'{one:g}' for one in lacking)} h of the forecast")
-        _check_start(forecast, truth)
+        _check_same("truth", forecast[name], truth)
         axis.plot(hours, seen.sel(lead=hours).values, "x", color="black", ms=7, mew=1.6, label="truth")
     units = forecast[name].attrs.get("units", registered(variable).units)
     axis.set_xlabel("lead time, h")
@@ -160,9 +160,9 @@ def reliability(
         The figure: the curves, above them how often each probability was forecast, and thresholds side by side.
 
     Raises:
-        UserError: Coordinates differ, the truth lacks some of them, event or truth has several values for one
-            probability, values are no probabilities or events, no forecast is given, one or the event is no DataArray,
-            `bins` is below 1, or matplotlib is not installed.
+        UserError: Coordinates, starts, lead times or levels differ, the truth lacks some of them, event or truth has
+            several values for one probability, values are no probabilities or events, no forecast is given, one or the
+            event is no DataArray, `bins` is below 1, or matplotlib is not installed.
 
     Example:
         >>> import ensemble_ml as eml
@@ -235,6 +235,7 @@ def _table(name: str, probability: xr.DataArray, event: xr.DataArray, bins: int)
     # Repeated along a dimension that only the event has, a probability would be compared with other dates or places.
     if more := [str(dim) for dim, size in event.sizes.items() if dim not in probability.dims and size != 1]:
         raise UserError(f"{name}: event or truth has several values along {', '.join(more)}; choose one, as with isel")
+    _check_same("event", probability, event)
     try:
         p, o = xr.align(probability, event, join="exact", copy=False)
         p, o = xr.broadcast(p, o)
@@ -320,12 +321,24 @@ def _by_lead(values: xr.DataArray) -> xr.DataArray:
     return values.squeeze(more).rename({name: "lead"}).assign_coords(lead=hours)
 
 
-def _check_start(forecast: xr.Dataset, truth: xr.DataArray) -> None:
-    """Refuse a truth that states another initialisation time than the forecast."""
-    # A truth without a start may have valid times of any origin, so only a stated one can be wrong.
-    starts = [str(one[at].values.ravel()[0])[:16] for one in (forecast, truth) for at in _START if at in one.coords]
-    if len(set(starts)) > 1:
-        raise UserError(f"truth: starts at {starts[1]}, the forecast at {starts[0]}; choose the truth of that start")
+def _check_same(name: str, forecast: xr.DataArray, truth: xr.DataArray) -> None:
+    """Refuse a truth that states another initialisation time, lead time or level than the forecast."""
+    # A truth without them may have valid times of any origin, so only what both state can be wrong.
+    for verb, at, axis in (("starts", "at", _START), ("has a lead", "of", _LEAD), ("is", "at level", ("level",))):
+        stated = [one[spelt].values.ravel() for one in (forecast, truth) for spelt in axis if spelt in one.coords]
+        if len(stated) != 2 or any(one.size != 1 for one in stated):
+            continue
+        ours, theirs = (_shown(one[0]) for one in stated)
+        # A lead that is no timedelta is a number of hours, days or steps.
+        if ours != theirs and len({one.dtype.kind == "m" for one in stated}) == 1:
+            raise UserError(f"{name}: {verb} {at} {theirs}, the forecast {at} {ours}; choose the truth of that one")
+
+
+def _shown(value: Any) -> str:
+    """Return a start to the minute, a lead time in hours or a level as text."""
+    if isinstance(value, np.timedelta64):
+        return f"{value / np.timedelta64(1, 'h'):g} h"
+    return f"{value:g}" if isinstance(value, np.number) else str(value)[:16].replace(" ", "T")
 
 
 def _at(values: xr.DataArray, latitude: float, longitude: float, level: int | None) -> xr.DataArray:

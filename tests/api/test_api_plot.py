@@ -182,6 +182,29 @@ def test_a_level_may_be_named_by_a_word():
     assert figure.axes[0].get_title(loc="left") == "t2m"
 
 
+def test_an_event_of_another_start_lead_or_level_is_not_counted():
+    """Wherever the start is written: as one date along a dimension, or beside the values."""
+    starts = np.array(["2003-01-09", "2003-01-10"], "datetime64[ns]")
+    leads = np.array([24, 48], "timedelta64[h]").astype("timedelta64[ns]")
+    field = on_globe(19, 36, init_time=starts, lead_time=leads, level=[500, 850]) / 180 + 0.5
+    mine = {"init_time": 0, "lead_time": 0, "level": 0}
+    forecast = field.isel(mine).rename(init_time="forecast_reference_time", lead_time="forecast_period")
+    of_thresholds = forecast.expand_dims(threshold_t=[0.1, 0.9])
+    for axis, told in (
+        ("init_time", "event: starts at 2003-01-10T00:00, the forecast at 2003-01-09T00:00"),
+        ("lead_time", "event: has a lead of 48 h, the forecast of 24 h"),
+        ("level", "event: is at level 850, the forecast at level 500"),
+    ):
+        for one in (1, [1]):
+            other = field.isel(mine | {axis: one})
+            with pytest.raises(UserError, match=told):
+                eml.plot.reliability(forecast, other > 0.4)
+        with pytest.raises(UserError, match=told):
+            eml.plot.reliability(of_thresholds, field.isel(mine | {axis: 1}))
+    eml.plot.reliability(forecast.assign_coords(forecast_period=24), field.isel(mine) > 0.4)
+    eml.plot.reliability(of_thresholds, field)
+
+
 def test_a_fan_of_one_level_is_not_that_of_another():
     hours = np.array([24, 48], "timedelta64[h]").astype("timedelta64[ns]")
     quantiles = on_globe(19, 36, quantile=[0.1, 0.5, 0.9], level=[500, 850], forecast_period=hours)
@@ -190,6 +213,8 @@ def test_a_fan_of_one_level_is_not_that_of_another():
         eml.plot.fan(forecast, "z", 0, 0, level=level)
     with pytest.raises(UserError, match="level=850: give one of 500 hPa"):
         eml.plot.fan(forecast, "z", 0, 0, level=850)
+    with pytest.raises(UserError, match="truth: is at level 850, the forecast at level 500"):
+        eml.plot.fan(forecast, "z", 0, 0, truth=quantiles.isel(quantile=1).sel(level=850))
     surface = forecast.drop_vars("level").rename(z_quantile="t2m_quantile")
     eml.plot.fan(surface, "t2m", 0, 0)
     with pytest.raises(UserError, match="level=850: the forecast of t2m has no levels; leave it out"):
