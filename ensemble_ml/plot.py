@@ -14,6 +14,7 @@ import xarray as xr
 
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import field as registered
+from ensemble_ml.units import same_units
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -94,7 +95,7 @@ def fan(
 
     Raises:
         UserError: The forecast has no quantiles of the variable; forecast or truth lacks the level or lead times, or
-            has several initialisation times; the truth has another one, or another level; the place is outside of the
+            has several initialisation times; the truth has another one, level or units; the place is outside of the
             grid; the truth lacks a lead of the forecast, or is no DataArray; leads are no timedeltas; or matplotlib is
             not installed.
 
@@ -130,6 +131,7 @@ def fan(
         if lacking := sorted(set(hours) - set(seen["lead"].values)):
             raise UserError(f"truth: has no values at {', '.join(f'{one:g}' for one in lacking)} h of the forecast")
         _check_same("truth", forecast[name], truth)
+        _check_units("truth", truth, forecast[name].attrs.get("units", ""))
         axis.plot(hours, seen.sel(lead=hours).values, "x", color="black", ms=7, mew=1.6, label="truth")
     units = forecast[name].attrs.get("units", registered(variable).units)
     axis.set_xlabel("lead time, h")
@@ -160,9 +162,9 @@ def reliability(
         The figure: the curves, above them how often each probability was forecast, and thresholds side by side.
 
     Raises:
-        UserError: Coordinates, starts, lead times or levels differ, the truth lacks some of them, event or truth has
-            several values for one probability, values are no probabilities or events, no forecast is given, one or the
-            event is no DataArray, `bins` is below 1, or matplotlib is not installed.
+        UserError: Coordinates, starts, lead times, levels or units differ, the truth lacks some coordinates, event or
+            truth has several values for one probability, values are no probabilities or events, no forecast is given,
+            one or the event is no DataArray, `bins` is below 1, or matplotlib is not installed.
 
     Example:
         >>> import ensemble_ml as eml
@@ -206,6 +208,7 @@ def _events(
     # The prediction of a lazy forecast is computed once here, for all thresholds.
     shares, truth = probability.compute(), _at_times_of(name, event, probability).compute()
     units = shares[axis].attrs.get("units", "")
+    _check_units(name, truth, units)
     for at, value in enumerate(shares[axis].values):
         words = f"over {value:g} {units}".strip()
         yield words, shares.isel({axis: at}, drop=True), (truth > value).where(truth.notnull())
@@ -332,6 +335,13 @@ def _check_same(name: str, forecast: xr.DataArray, truth: xr.DataArray) -> None:
         # A lead that is no timedelta is a number of hours, days or steps.
         if ours != theirs and len({one.dtype.kind == "m" for one in stated}) == 1:
             raise UserError(f"{name}: {verb} {at} {theirs}, the forecast {at} {ours}; choose the truth of that one")
+
+
+def _check_units(name: str, truth: xr.DataArray, units: str) -> None:
+    """Refuse a truth that states other units than those of the forecast."""
+    stated = str(truth.attrs.get("units", ""))
+    if stated and units and not same_units(stated, units):
+        raise UserError(f"{name}: the truth is in {stated}, the forecast in {units}; bring the truth to {units}")
 
 
 def _shown(value: Any) -> str:

@@ -205,6 +205,23 @@ def test_an_event_of_another_start_lead_or_level_is_not_counted():
     eml.plot.reliability(of_thresholds, field)
 
 
+def test_a_truth_in_other_units_is_neither_drawn_nor_counted():
+    """In mm, nearly all rain would be over a threshold in m."""
+    hours = np.array([24, 48], "timedelta64[h]").astype("timedelta64[ns]")
+    forecast = xr.Dataset({"t2m_quantile": on_globe(19, 36, quantile=[0.1, 0.5, 0.9], forecast_period=hours)})
+    truth = xr.DataArray([1.0, 2.0], {"lead_time": hours}, ["lead_time"])
+    for units in ("K", "kelvin", None):
+        eml.plot.fan(forecast, "t2m", 0, 0, truth=truth if units is None else truth.assign_attrs(units=units))
+    with pytest.raises(UserError, match="truth: the truth is in degC, the forecast in K; bring the truth to K"):
+        eml.plot.fan(forecast, "t2m", 0, 0, truth=truth.assign_attrs(units="degC"))
+    rain = on_globe(19, 36) / 1e5
+    at = xr.DataArray([1e-4, 5e-4], dims=["threshold_tp"], attrs={"units": "m"})
+    probability = (rain.expand_dims(threshold_tp=2) * 1e3).clip(0, 1).assign_coords(threshold_tp=at)
+    eml.plot.reliability(probability, rain.assign_attrs(units="m"))
+    with pytest.raises(UserError, match="ours: the truth is in mm, the forecast in m; bring the truth to m"):
+        eml.plot.reliability({"ours": probability}, (1000 * rain).assign_attrs(units="mm"))
+
+
 def test_a_fan_of_one_level_is_not_that_of_another():
     hours = np.array([24, 48], "timedelta64[h]").astype("timedelta64[ns]")
     quantiles = on_globe(19, 36, quantile=[0.1, 0.5, 0.9], level=[500, 850], forecast_period=hours)
