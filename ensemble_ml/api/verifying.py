@@ -19,7 +19,6 @@ from ensemble_ml.api.opening import notices_of, resolve_pair, settings_of_both
 from ensemble_ml.config import EvaluateConfig, as_list, is_dataset, shown_input
 from ensemble_ml.errors import UserError
 from ensemble_ml.folders import check_writable
-from ensemble_ml.inference.netcdf import file_name
 from ensemble_ml.verification import Evaluation, score
 from ensemble_ml.verification.evaluate import FILES, put
 from ensemble_ml.verification.forecasts import RESERVED
@@ -287,4 +286,5 @@ def _saved(forecast: xr.Dataset, folder: Path) -> str:
 def _write_dates(some: xr.Dataset, folder: Path) -> None:
     """Write one file for each init time of a loaded forecast."""
     for at, time in enumerate(some[_START].values):
-        some.isel({_START: [at]}).to_netcdf(folder / file_name(time), engine="netcdf4")
+        # The names of `predict` end with the minute, and two init times may lie within one.
+        some.isel({_START: [at]}).to_netcdf(folder / f"forecast_{time}.nc", engine="netcdf4")

@@ -8,7 +8,9 @@ import xarray as xr
 from commanding import command
 
 import ensemble_ml as eml
+from ensemble_ml.api.verifying import _saved
 from ensemble_ml.errors import UserError
+from ensemble_ml.verification import open_forecasts
 
 NAMES = ("settings", "forecasts", "ensemble", "notes")  # which hold paths
 
@@ -110,3 +112,14 @@ def test_init_times_as_objects_of_cftime_are_refused_in_one_line(here):
     forecast = xr.open_mfdataset("forecast/*.nc", decode_times=xr.coders.CFDatetimeCoder(use_cftime=True))
     with pytest.raises(UserError, match="forecast: forecast_reference_time holds cftime objects; open"):
         eml.verify(forecast, "store.zarr")
+
+
+def test_two_init_times_within_a_minute_are_two(tmp_path):
+    """Named by the minute, the file of the second replaced that of the first."""
+    starts = np.array(["2003-01-09", "2003-01-09T00:00:30"], "datetime64[ns]")
+    axes = {"forecast_reference_time": starts, "latitude": [45.0, 0.0, -45.0], "longitude": [0.0, 120.0, 240.0]}
+    field = xr.DataArray(np.arange(18.0).reshape(2, 3, 3), axes, list(axes), attrs={"units": "K"})
+    forecast = field.to_dataset(name="t2m_mean").assign_coords(time=("forecast_reference_time", starts))
+    (found,) = open_forecasts([_saved(forecast, tmp_path / "f")])
+    means = [found.predicted(start, "t2m", 0, (None,)).mean for start in starts]
+    np.testing.assert_array_equal(np.squeeze(means), field)
