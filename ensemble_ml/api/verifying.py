@@ -169,7 +169,8 @@ def verify(
 
     Raises:
         UserError: forecasts and ensemble have no date, field or grid in common; a setting is not known, or its value is
-            not allowed; Datasets are given in a list, without names; or a name is a path or that of a baseline.
+            not allowed; Datasets are given in a list, without names; a name is a path or that of a baseline; or the
+            temporary folder has no room for a Dataset.
 
     Example:
         >>> import ensemble_ml as eml
@@ -287,4 +288,9 @@ def _write_dates(some: xr.Dataset, folder: Path) -> None:
     """Write one file for each init time of a loaded forecast."""
     for at, time in enumerate(some[_START].values):
         # The names of `predict` end with the minute, and two init times may lie within one.
-        some.isel({_START: [at]}).to_netcdf(folder / f"forecast_{time}.nc", engine="netcdf4")
+        path = folder / f"forecast_{time}.nc"
+        try:
+            some.isel({_START: [at]}).to_netcdf(path, engine="netcdf4")
+        except (OSError, RuntimeError) as error:  # netCDF4 raises RuntimeError if the disk is full
+            remedy = "set the environment variable TMPDIR to a folder with room for the forecast, or give its folder"
+            raise UserError(f"{folder.name}: {path} cannot be written ({error}); {remedy}") from error

@@ -1,6 +1,7 @@
 """Scores from Python are those of the command, bit for bit."""
 
 import json
+import resource
 
 import numpy as np
 import pytest
@@ -112,6 +113,19 @@ def test_init_times_as_objects_of_cftime_are_refused_in_one_line(here):
     forecast = xr.open_mfdataset("forecast/*.nc", decode_times=xr.coders.CFDatetimeCoder(use_cftime=True))
     with pytest.raises(UserError, match="forecast: forecast_reference_time holds cftime objects; open"):
         eml.verify(forecast, "store.zarr")
+
+
+def test_a_temporary_folder_without_room_is_told_of(tmp_path):
+    """On many clusters it is in memory. The limit of a file stands for a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    axes = {"forecast_reference_time": np.array(["2003-01-09"], "datetime64[ns]"), "latitude": np.arange(90.0)}
+    field = xr.DataArray(np.random.default_rng(0).random((1, 90, 90)), axes, [*axes, "longitude"])
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        with pytest.raises(UserError, match=r"ours: .*/ours/forecast_2003.* cannot be written \(.*\); set .* TMPDIR"):
+            _saved(field.to_dataset(name="t2m_mean"), tmp_path / "ours")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_two_init_times_within_a_minute_are_two(tmp_path):
