@@ -181,8 +181,9 @@ class ForecastSet:
 
 _REGRESSIONS = ("spread_regression", "start_regression", "held_out_regression")
 _BASELINES = ("raw", "size_corrected", "ecc", *_REGRESSIONS, *CORRECTIONS)
-# Names of raw ensembles and baselines. A folder with such a name is labelled by its path instead.
-RESERVED = re.compile(rf"climatology|({'|'.join(_BASELINES)})_\d+")
+# Names of raw ensembles and baselines, also with blanks, as figures show them (`summary.short_name`). A folder with
+# such a name is labelled by its path instead.
+RESERVED = re.compile(rf"climatology|({'|'.join(_BASELINES)})_\d+".replace("_", "[_ ]"))
 # Attributes with dates that the model has seen. A file without such an attribute counts as one without such dates.
 _SEEN = ("training_dates", "validation_dates", "earlier_dates")
 

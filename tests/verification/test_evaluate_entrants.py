@@ -13,8 +13,9 @@ from fakes import FEW, TEST, TRAIN, corrected, entry, scores_of, settings, write
 from ensemble_ml.config import EvaluateConfig
 from ensemble_ml.inference import Kind
 from ensemble_ml.store import Fields, Part
-from ensemble_ml.verification import evaluate
+from ensemble_ml.verification import evaluate, open_forecasts
 from ensemble_ml.verification.plan import _member_notes
+from ensemble_ml.verification.summary import short_name
 
 
 @pytest.mark.slow
@@ -42,6 +43,14 @@ def test_a_folder_named_like_a_baseline_goes_by_its_path(store, tmp_path, plain)
     content = scores_of(folder, store, tmp_path / "r")
     ours, climate = (entry(content, name, "t", 500)["crps"]["value"] for name in (str(folder), "climatology"))
     assert ours < 0.9 * climate
+
+
+@pytest.mark.parametrize("entrant", ["raw_10", "size_corrected_5", "spread_regression_5", "blend_5"])
+def test_a_folder_named_as_figures_name_a_baseline_goes_by_its_path(store, tmp_path, entrant):
+    """The curve of the baseline took the place of the forecast's."""
+    folder = write_forecasts(tmp_path / short_name(entrant), store, TEST[:1], corrected(), names=("tp",))
+    (found,) = open_forecasts([str(folder)])
+    assert found.label == str(folder)
 
 
 def test_two_forecasts_share_dates_leads_and_draws(store, few_forecasts, tmp_path, plain):
