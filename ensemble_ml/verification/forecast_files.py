@@ -85,11 +85,15 @@ class ForecastFile:
 
         Raises:
             UserError: The file has no times, or times that are missing, no dates of the standard calendar from 1678 to
-                2261, or not a whole number of hours after the start. Or the file has no single `start`.
+                2261, or not a whole number of hours after the start, or two times at one lead. Or the file has no
+                single `start`.
         """
         if "time" not in self.data.variables:
             raise self._error(f"no time; {_OTHERS}")
-        return self._hours(np.atleast_1d(self._times("time")))
+        hours = self._hours(np.atleast_1d(self._times("time")))
+        if twice := [hour for hour in hours if hours.count(hour) > 1]:
+            raise self._error(f"time holds the lead of {twice[0]} h {len(twice)} times; keep one of them")
+        return hours
 
     def _times(self, name: str) -> np.ndarray:
         """Return the values of a time coordinate as datetime64[ns]."""
@@ -286,9 +290,9 @@ class ForecastFile:
             ([leading,] Z, Y, X) float64 on `grid` in the registry's units.
 
         Raises:
-            UserError: The lead or the variable is missing, the variable has another dimension, units are not known,
-                missing, or not those of a distribution with bounds, values cannot be read, or a scale, standard
-                deviation or spread is negative.
+            UserError: The lead or the variable is missing, the variable has another dimension or a level several times,
+                units are not known, missing, or not those of a distribution with bounds, values cannot be read, or a
+                scale, standard deviation or spread is negative.
         """
         if lead not in self.lead_hours:
             hours = ", ".join(map(str, self.lead_hours))
@@ -300,6 +304,8 @@ class ForecastFile:
         time = str(self.data["time"].dims[0]) if self.data["time"].dims else "time"
         found = found.isel({time: self.lead_hours.index(lead)}) if time in found.dims else found
         if "level" in found.dims:
+            if twice := [level for level in levels if self.levels.count(level) > 1]:
+                raise self._error(f"level holds {twice[0]} hPa several times, in whole hPa; keep one of them")
             found = found.isel(level=[self.levels.index(level) for level in levels if level is not None])
         elif leading:
             found = found.set_dims(("level", *found.dims))

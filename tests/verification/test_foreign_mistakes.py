@@ -69,6 +69,14 @@ def test_times_that_are_missing_or_far_away_are_refused(store, forecast, tmp_pat
             lambda data: data.assign_coords(level=[np.nan, 850.0]),
             r"f.forecast_\S+nc: level: cannot convert float NaN to integer",
         ),
+        (
+            lambda data: xr.concat([data, data.isel(forecast_period=[0])], "forecast_period", data_vars="minimal"),
+            r"f.forecast_\S+nc: time holds the lead of 24 h 2 times; keep one of them",
+        ),
+        (
+            lambda data: data.assign_coords(level=[850.0, 850.3]),
+            r"f.forecast_\S+nc: level holds 850 hPa several times, in whole hPa; keep one of them",
+        ),
         (lambda data: data.isel(longitude=slice(0)), r"f.forecast_\S+nc: longitude: has no points"),
         (lambda data: data.expand_dims(realization=[3]), "t_mean: has a dimension realization; take one value of it"),
         (
