@@ -42,8 +42,9 @@ def map(  # named after the figure; it hides the builtin within this file
         The figure.
 
     Raises:
-        UserError: The field or `land` is no DataArray, lacks latitude or longitude, or has another dimension longer
-            than one; the field's grid is not regular; `land` lacks points of the field; or matplotlib is not installed.
+        UserError: The field or `land` is no DataArray, lacks latitude or longitude, as a dimension or a coordinate, or
+            has another dimension longer than one; the field's grid is not regular; `land` lacks points of the field; or
+            matplotlib is not installed.
 
     Example:
         >>> import ensemble_ml as eml
@@ -287,6 +288,14 @@ def _need_matplotlib() -> None:
         raise UserError("matplotlib: not installed, and eml.plot draws with it; pip install matplotlib") from error
 
 
+def _check_degrees(field: xr.DataArray) -> None:
+    """Refuse a field on a grid whose axes have no coordinates; xarray would give the numbers of the points."""
+    from ensemble_ml.verification.pointwise import axis_of
+
+    for axis in ("latitude", "longitude"):
+        axis_of(field, axis)
+
+
 def _flat(field: xr.DataArray) -> xr.DataArray:
     """Return a field over latitude and longitude, computed and without its other axes, which must be of length one."""
     more = [dim for dim in field.dims if dim not in ("latitude", "longitude")]
@@ -295,6 +304,7 @@ def _flat(field: xr.DataArray) -> xr.DataArray:
     if lacking := [dim for dim in ("latitude", "longitude") if dim not in field.dims]:
         held = ", ".join(str(dim) for dim in field.dims) or "none"
         raise UserError(f"{field.name}: has no dimension {lacking[0]} (it has {held}); a map needs a field on a grid")
+    _check_degrees(field)
     return field.squeeze(more, drop=True).transpose("latitude", "longitude").compute()
 
 
@@ -374,6 +384,7 @@ def _at(values: xr.DataArray, latitude: float, longitude: float, level: int | No
         raise UserError(f"{values.name}: has {on_grid[0]} alone of a grid's two axes; keep both, or choose a point")
     if not on_grid:
         return values
+    _check_degrees(values)
     grid, rows, columns = canonical(values["latitude"].values, values["longitude"].values)
     nearest = nearest_points(grid, [[float(latitude), float(longitude)]])
     return values.isel(latitude=int(rows[nearest.rows[0]]), longitude=int(columns[nearest.columns[0]]))

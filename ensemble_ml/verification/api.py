@@ -28,6 +28,7 @@ from ensemble_ml.verification import extremes, families, members, probability
 from ensemble_ml.verification.checks import check_all, check_between, check_count, check_no_per_cent, check_weights
 from ensemble_ml.verification.pointwise import (
     aligned,
+    axis_of,
     bare,
     check_dim,
     check_units,
@@ -62,11 +63,9 @@ def area_weights(
 
     Raises:
         ValueError: The data has no such dimension.
-        UserError: Latitudes lie beyond the poles, or the axes are not those of a regular grid.
+        UserError: Latitudes lie beyond the poles, or the axes have no coordinates or not those of a regular grid.
     """
-    for name in (latitude, longitude):
-        check_dim(data, name, "the names of both axes")
-    lat, lon = data[latitude], data[longitude]
+    lat, lon = (axis_of(data, name) for name in (latitude, longitude))
     check_all(latitude, lat.values, np.abs(lat.values) > 90 + TOLERANCE, "latitudes lie between -90 and 90 degrees")
     # `canonical` sorts the axes, so the areas are written back to the order that the data has.
     grid, rows, columns = canonical(lat.values, lon.values)
@@ -90,16 +89,16 @@ def at_places_of(
         longitude: Name of the longitude coordinate.
 
     Raises:
-        ValueError: The forecast is at points and not on a grid, or `data` lacks one of its dimensions or grid points.
+        ValueError: The forecast is at points and not on a grid, `data` lacks one of its dimensions or grid points, or
+            a dimension has no coordinate.
     """
     if not {latitude, longitude} <= set(forecast.dims):
         held = ", ".join(map(str, forecast.dims))
         raise ValueError(f"forecast at points (its dimensions: {held}), not on a grid; give one made without points=")
-    chosen, wanted = {}, {name: forecast[name] for name in (latitude, longitude)}
+    chosen, wanted = {}, {name: axis_of(forecast, name) for name in (latitude, longitude)}
     for name, axis in wanted.items():
-        check_dim(data, name, "the names of both axes")
         # Points match within the rounding of coordinates. Differences of longitude are taken modulo 360 degrees.
-        apart = axis.values[:, None] - data[name].values.astype(np.float64)
+        apart = axis.values[:, None] - axis_of(data, name).values.astype(np.float64)
         apart = np.abs((apart + 180) % 360 - 180 if name == longitude else apart)
         if (lacking := apart.min(1) > TOLERANCE).any():
             raise ValueError(f"{name} {axis.values[lacking][0]:g} of the forecast: the data has no such grid point")

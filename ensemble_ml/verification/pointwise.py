@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import xarray as xr
 
+from ensemble_ml.errors import UserError
 from ensemble_ml.units import same_units
 
 
@@ -21,6 +22,19 @@ def check_dim(data: xr.DataArray | xr.Dataset, name: str, argument: str = "membe
             f"dimension {name}: not in the data, which has {', '.join(map(str, data.dims))}; give {argument}"
         )
     return int(data.sizes[name])
+
+
+def axis_of(data: xr.DataArray | xr.Dataset, name: str) -> xr.DataArray:
+    """Return the coordinate of an axis of the grid.
+
+    Raises:
+        ValueError: The data has no such dimension.
+        UserError: The dimension has no coordinate.
+    """
+    check_dim(data, name, "the names of both axes")
+    if name not in data.coords:  # xarray would give the numbers of the points, which would pass for degrees
+        raise UserError(f"dimension {name}: has no coordinate; give its degrees, as with assign_coords")
+    return data[name]
 
 
 def check_units(first: xr.DataArray, *others: xr.DataArray, widths: tuple[int, ...] = ()) -> None:

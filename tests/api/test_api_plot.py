@@ -177,6 +177,22 @@ def test_a_dataset_in_the_place_of_a_variable_is_told_in_one_line():
             draw()
 
 
+def test_numbers_of_points_are_no_degrees():
+    """Of an array without coordinates a map was drawn from 0 to 18 degrees north."""
+    hours = np.array([24], "timedelta64[h]").astype("timedelta64[ns]")
+    field = on_globe(19, 36).drop_vars("longitude")
+    quantiles = field.expand_dims(quantile=[0.5], forecast_period=hours).to_dataset(name="t2m_quantile")
+    share = field / 180 + 0.5
+    for draw in (
+        lambda: eml.plot.map(field),
+        lambda: eml.plot.map(on_globe(19, 36), land=field),
+        lambda: eml.plot.fan(quantiles, "t2m", 0, 0),
+        lambda: eml.plot.reliability(share, share > 0.4),
+    ):
+        with pytest.raises(UserError, match="dimension longitude: has no coordinate; give its degrees"):
+            draw()
+
+
 def test_a_level_may_be_named_by_a_word():
     figure = eml.plot.map(on_globe(19, 36).assign_coords(level_type="isobaricInhPa", level="surface"))
     assert figure.axes[0].get_title(loc="left") == "t2m"

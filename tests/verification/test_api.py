@@ -7,6 +7,7 @@ import xarray as xr
 from scores.continuous import rmse
 from scores.probability import brier_score, crps_for_ensemble, rank_histogram
 
+from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family
 from ensemble_ml.grid import Grid
 from ensemble_ml.verification import api, families
@@ -78,6 +79,21 @@ def test_data_that_is_on_no_grid_says_what_it_has():
         for function in (api.area_weights, lambda data: api.at_places_of(data, y)):
             with pytest.raises(ValueError, match=f"dimension latitude: not in the data, which has {has}"):
                 function(data)
+
+
+def test_numbers_of_points_are_no_degrees():
+    """An array without coordinates had the areas of a grid at 0, 1, 2 ... degrees north."""
+    _, y = ensemble()
+    for axis in ("latitude", "longitude"):
+        bare = y.drop_vars(axis)
+        calls = (
+            lambda data: api.area_weights(data),
+            lambda data: api.at_places_of(data, y),
+            lambda data: api.at_places_of(y, data),
+        )
+        for call in calls:
+            with pytest.raises(UserError, match=f"dimension {axis}: has no coordinate; give its degrees"):
+                call(bare)
 
 
 def test_efi_of_one_forecast_against_many_climates():
