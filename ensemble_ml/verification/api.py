@@ -273,12 +273,12 @@ def spread_skill(
         The ratio, without units.
 
     Raises:
-        ValueError: There are fewer than two members.
+        ValueError: There are fewer than two members, or the truth has the dimension of the members, too.
     """
     m = check_dim(forecast, member_dim)
     check_count(member_dim, m, 2, "a spread is of several members")
     check_units(forecast, observed)
-    forecast, observed = aligned(forecast, observed)
+    forecast, observed = aligned(forecast, observed, member_dim)
     variance = forecast.var(member_dim, ddof=1, skipna=False) * (1 + 1 / m)
     error = (forecast.mean(member_dim, skipna=False) - observed) ** 2
     # The truth may have dimensions that the forecast lacks. Variance and error are then averaged over the same points.

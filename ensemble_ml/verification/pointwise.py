@@ -53,12 +53,14 @@ def check_units(first: xr.DataArray, *others: xr.DataArray, widths: tuple[int, .
             raise ValueError(f"units {units!r} and {stated[last]!r} differ; bring the data to one of them")
 
 
-def aligned(first: xr.DataArray, second: xr.DataArray) -> tuple[xr.DataArray, xr.DataArray]:
+def aligned(first: xr.DataArray, second: xr.DataArray, core: str) -> tuple[xr.DataArray, xr.DataArray]:
     """Return two arrays in float64, and refuse coordinates that differ.
 
     Raises:
-        ValueError: Their coordinates differ.
+        ValueError: Their coordinates differ, or the second array has the dimension of the members, `core`, too.
     """
+    if core in second.dims:
+        raise ValueError(f"dimension {core}: is that of the members, and the truth has it, too; choose one of it")
     one, other = xr.align(first, second, join="exact", copy=False)
     return one.astype(np.float64), other.astype(np.float64)
 

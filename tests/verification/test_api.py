@@ -122,6 +122,8 @@ def test_spread_skill_against_its_definition():
     error = rmse(x.mean("realization"), y, weights=weights)
     spread = np.sqrt((1.2 * x.var("realization", ddof=1)).weighted(weights).mean())
     assert float(api.spread_skill(x, y, weights=weights)) == pytest.approx(float(spread / error))
+    with pytest.raises(ValueError, match="dimension realization: is that of the members, and the truth has it, too"):
+        api.spread_skill(x, x)
 
 
 def test_rank_histogram_equals_scores_without_ties():
