@@ -15,6 +15,7 @@ import xarray as xr
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import field as registered
 from ensemble_ml.units import same_units
+from ensemble_ml.wording import date_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -402,7 +403,7 @@ def _title(field: xr.DataArray) -> str:
         if name in field.coords and field[name].size == 1:
             value = field[name].values.reshape(())
             if name in _START:
-                words.append(f"from {str(value)[:13]}")
+                words.append(f"from {date_text(value[()]) if value.dtype.kind == 'M' else str(value)[:16]}")
             elif value.dtype.kind == "m":
                 words.append(f"+{value / np.timedelta64(1, 'h'):g} h")
             else:  # a number, as files hold it

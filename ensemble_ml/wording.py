@@ -21,6 +21,13 @@ def hour_text(time: np.datetime64) -> str:
     return str(time.astype("datetime64[h]"))
 
 
+def date_text(time: np.datetime64) -> str:
+    """Return an init time by ISO 8601, as short as it can be without loss, e.g. 2001-01-31T12 or 2001-01-31T12:30."""
+    since = int(time.astype("datetime64[ns]").astype(np.int64))
+    unit = next((unit.lower() for unit, size in _UNITS.items() if since % size == 0), "ns")
+    return str(time.astype(f"datetime64[{unit}]"))
+
+
 def dates_text(dates: Iterable[np.datetime64 | str]) -> str:
     """Return a set of dates as a short text, from which `dates_of` reads exactly the same set.
 
@@ -81,17 +88,12 @@ def _series(first: int, second: int, dates: Container[int]) -> list[int]:
 
 def _series_text(series: Sequence[int]) -> str:
     """Return a series as a repeating interval of ISO 8601, or a single date by itself."""
+    first = date_text(np.datetime64(series[0], "ns"))
     if len(series) == 1:
-        return _date_text(series[0])
+        return first
     step = series[1] - series[0]
     unit = next(unit for unit, size in _UNITS.items() if step % size == 0)
-    return f"R{len(series)}/{_date_text(series[0])}/PT{step // _UNITS[unit]}{unit}"
-
-
-def _date_text(date: int) -> str:
-    """Return a date (ns) by ISO 8601, as short as it can be without loss."""
-    unit = next((unit.lower() for unit, size in _UNITS.items() if date % size == 0), "ns")
-    return str(np.datetime64(date, "ns").astype(f"datetime64[{unit}]"))
+    return f"R{len(series)}/{first}/PT{step // _UNITS[unit]}{unit}"
 
 
 def shortened(values: Sequence[object], most: int = 6) -> str:

@@ -106,7 +106,7 @@ from ensemble_ml.verification.scoring import (
 from ensemble_ml.verification.strata import Case, box_of, calibration_rows, extreme_case, region_masks, strata_rows
 from ensemble_ml.verification.values import CLIMATOLOGY, settle_families
 from ensemble_ml.verification.vectors import Known, score_vectors
-from ensemble_ml.wording import duration, hour_text
+from ensemble_ml.wording import date_text, duration
 
 log = logging.getLogger(__name__)
 
@@ -401,8 +401,8 @@ def _content(
         "settings": strict(asdict(config)),
         "definitions": {name: " ".join(text.split()) for name, text in DEFINITIONS.items()},
         "dates": {
-            "test": [hour_text(t) for t in times[plan.test]],
-            "fit": [hour_text(t) for t in times[plan.fit]],
+            "test": [date_text(t) for t in times[plan.test]],
+            "fit": [date_text(t) for t in times[plan.fit]],
             "dropped": plan.dropped,
             "blocks": scores.blocks,
             "block_days": config.block_days,

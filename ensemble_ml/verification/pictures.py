@@ -16,7 +16,7 @@ import numpy as np
 from ensemble_ml.verification.aggregation import AggregationState
 from ensemble_ml.verification.bootstrap import p_values, significant
 from ensemble_ml.verification.statistics import Key, Statistic, ensemble_moments
-from ensemble_ml.wording import hour_text
+from ensemble_ml.wording import date_text
 
 if TYPE_CHECKING:
     from ensemble_ml.verification.forecasts import Predicted
@@ -278,8 +278,8 @@ class Pictures:
             self._bin(self.spread_bins, column, entrant, spread, actual, mask, 1)
         if mask.any():  # the last date that has the field stays
             shown = {label: self.coarse(spread) for label, spread in predicted.items()}
-            date_text = hour_text(self.starts[date])
-            self.snapshots[column] = Snapshot(date_text, self.coarse(actual), self.coarse(given), shown)
+            when = date_text(self.starts[date])
+            self.snapshots[column] = Snapshot(when, self.coarse(actual), self.coarse(given), shown)
 
     def _bin(
         self, table: dict, column: int, entrant: str, predicted: np.ndarray, actual: np.ndarray, mask: np.ndarray,

@@ -19,7 +19,7 @@ from ensemble_ml.verification.aggregation import Column
 from ensemble_ml.verification.baselines import FEWEST_DATES, FEWEST_SPREADS
 from ensemble_ml.verification.forecasts import ForecastSet
 from ensemble_ml.verification.samples import Group
-from ensemble_ml.wording import hour_text, shortened
+from ensemble_ml.wording import date_text, shortened
 
 _USUAL = 5  # size of the reduced ensemble if the forecast does not state its members
 
@@ -210,7 +210,7 @@ def _fit_dates(config: EvaluateConfig, source: Source, forecasts: list[ForecastS
     if len(missing):
         raise UserError(
             f"ensemble={source.path}: lacks {len(missing)} of the {len(wanted)} training dates of "
-            f"{trained.path} (first {str(missing[0])[:13]}), which baselines are fitted on; "
+            f"{trained.path} (first {date_text(missing[0])}), which baselines are fitted on; "
             "give the archive that has them, or other dates with fit=[...]"
         )
     return np.flatnonzero(np.isin(times, wanted))
@@ -256,7 +256,7 @@ def _test_dates(
         if reason is None:
             test.append(int(found[0]))
         else:
-            dropped.append({"date": hour_text(start), "reason": reason})
+            dropped.append({"date": date_text(start), "reason": reason})
     if not test:
         why = ", ".join(sorted({d["reason"] for d in dropped}))
         counted = f"none of {len(offered)} init times can be scored ({why})"

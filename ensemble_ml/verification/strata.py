@@ -24,7 +24,7 @@ from ensemble_ml.verification.samples import Setting, predictions, read_sample
 from ensemble_ml.verification.scores import Scores
 from ensemble_ml.verification.scoring import EFI_WEIGHTED, EXTREME, extreme_forecast_index, model_climate
 from ensemble_ml.verification.statistics import Key, ensemble_moments
-from ensemble_ml.wording import hour_text
+from ensemble_ml.wording import date_text
 
 TROPICS = 20.0  # degrees of latitude, the WMO's border between tropics and extratropics
 SEASONS = ("DJF", "MAM", "JJA", "SON")
@@ -234,7 +234,7 @@ def extreme_case(setting: Setting, plan: Plan, pictures: Pictures) -> Case | Non
     west, east = grid.longitude_bounds()[[inside[1].start, inside[1].stop]].tolist()
     return Case(
         column=plan.columns[column],
-        date=hour_text(setting.source.layout.init_time[date]),
+        date=date_text(setting.source.layout.init_time[date]),
         mean_index=mean_index,
         region=(north, west, south, east),
         grid=Grid(grid.latitude[shown[0]], grid.longitude[shown[1]]),

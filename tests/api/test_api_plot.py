@@ -69,6 +69,12 @@ def test_the_lead_of_a_map_may_be_a_number(lead, units, text):
     assert figure.axes[0].get_title(loc="left") == f"t2m, {text}"
 
 
+def test_the_start_of_a_map_is_told_to_the_minute():
+    for start, text in (("2003-01-09T12:30", "2003-01-09T12:30"), ("2003-01-09", "2003-01-09T00")):
+        figure = eml.plot.map(on_globe(19, 36).assign_coords(init_time=np.datetime64(start, "ns")))
+        assert figure.axes[0].get_title(loc="left") == f"t2m, from {text}"
+
+
 def test_maps_without_a_land_mask_show_coasts_where_they_are():
     """The Iberian Peninsula's west coast lies near 9 degrees west, whichever way the grid counts its longitudes."""
     for west in (-30.0, 330.0):

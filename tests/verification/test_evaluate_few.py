@@ -151,6 +151,19 @@ def test_a_level_of_no_truth_to_fit_on_has_no_climatology_of_zero(tmp_path, plai
     assert {row["level"] for row in content["scores"] if row["entrant"] == "raw_5" and row.get("crps")} == {500, 850}
 
 
+def test_starts_at_half_hours_are_told_as_they_are(tmp_path, plain):
+    """Cut to the hour, two test dates had one name, and neither was that of an init time."""
+    starts = [f"2001-01-{day:02}T{hour}" for day in range(1, 5) for hour in ("12:00", "12:30")]
+    one = {"variables": (), "surface": ("tp",), "leads": (24,), "shape": (5, 8)}
+    made = make_store(tmp_path / "s.zarr", dates=starts, members=3, **one)
+    made_from = {"members_in": "1 2", "leads": (24,), "train": [0, 1, 2, 3]}
+    folder = write_forecasts(tmp_path / "f", made, [3, 4, 5, 6, 7], corrected(members=2), **made_from)
+    dates = scores_of(folder, made, tmp_path / "r")["dates"]
+    assert dates["test"] == ["2001-01-03T12", "2001-01-03T12:30", "2001-01-04T12", "2001-01-04T12:30"]
+    assert dates["fit"] == ["2001-01-01T12", "2001-01-01T12:30", "2001-01-02T12", "2001-01-02T12:30"]
+    assert dates["dropped"] == [{"date": "2001-01-02T12:30", "reason": "seen in training"}]
+
+
 def test_a_forecast_of_spread_alone_says_where_it_is_better(tmp_path, plain):
     made = make_store(tmp_path / "s.zarr", dates=DATES, members=10, leads=(24,), surface=())
     folder = write_forecasts(tmp_path / "f", made, TEST, spread_only, leads=(24,), train=TRAIN)
