@@ -401,10 +401,10 @@ def _title(field: xr.DataArray) -> str:
             words.append(f"{word} {one.item():g} {units}".strip())
     for name in (*_START, *_LEAD):
         if name in field.coords and field[name].size == 1:
-            value = field[name].values.reshape(())
+            value = field[name].values.ravel()[0]
             if name in _START:
-                words.append(f"from {date_text(value[()]) if value.dtype.kind == 'M' else str(value)[:16]}")
-            elif value.dtype.kind == "m":
+                words.append(f"from {date_text(value) if isinstance(value, np.datetime64) else str(value)[:16]}")
+            elif isinstance(value, np.timedelta64):
                 words.append(f"+{value / np.timedelta64(1, 'h'):g} h")
             else:  # a number, as files hold it
                 words.append(f"+{value} {field[name].attrs.get('units', '')}".strip())

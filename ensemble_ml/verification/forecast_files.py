@@ -304,7 +304,7 @@ class ForecastFile:
         time = str(self.data["time"].dims[0]) if self.data["time"].dims else "time"
         found = found.isel({time: self.lead_hours.index(lead)}) if time in found.dims else found
         if "level" in found.dims:
-            if twice := [level for level in levels if self.levels.count(level) > 1]:
+            if twice := [level for level in self.levels if level in levels and self.levels.count(level) > 1]:
                 raise self._error(f"level holds {twice[0]} hPa several times, in whole hPa; keep one of them")
             found = found.isel(level=[self.levels.index(level) for level in levels if level is not None])
         elif leading:
