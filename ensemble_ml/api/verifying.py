@@ -199,7 +199,20 @@ def verify(
             ground = open_ground(config, both)
         # An open Dataset cannot be written to scores.json.
         config = replace(config, ensemble=_shown(paths), truth=None if of_truth is None else _shown(of_truth))
-        return Scores(score(config, both, both.unverified(), ground))
+        found = score(config, both, both.unverified(), ground)
+    _name_inputs(found.content, forecast, baselines)
+    return Scores(found)
+
+
+def _name_inputs(content: dict[str, Any], forecast: Any, baselines: Any) -> None:
+    """Put what the user gave in the place of paths in the temporary folder, which are gone when scores.json is read."""
+    ours, theirs = (
+        _shown(list(one.values()) if isinstance(one, Mapping) and not is_dataset(one) else one)
+        for one in (forecast, baselines)
+    )
+    content["settings"] |= {"forecast": ours, "baselines": theirs or None, "output": None}
+    for one, given in zip(content["forecasts"], [*ours, *theirs], strict=True):
+        one["path"] = given
 
 
 def _shown(paths: Any) -> list[str]:

@@ -65,6 +65,12 @@ def test_several_forecasts_by_name_and_refusals(here, tmp_path, monkeypatch):
     assert [(one["label"], one["baseline"]) for one in scores.content["forecasts"]] == [
         ("ours", False), ("theirs", False), ("lazy", True),
     ]  # fmt: skip
+    given = [one["path"] for one in scores.content["forecasts"]]
+    assert given == ["an open Dataset", "forecast", "an open Dataset"]  # the temporary folder is gone
+    assert [scores.content["settings"][name] for name in ("forecast", "baselines", "output")] == [
+        given[:2], given[2:], None,
+    ]  # fmt: skip
+    assert "/ensemble_ml-" not in json.dumps(scores.content)
     found = scores.to_xarray()
     with pytest.raises(UserError, match="baseline: Datasets in a list have no names"):
         eml.verify("forecast", ensemble, baselines=[small, small])
