@@ -77,7 +77,7 @@ def area_weights(
 def at_places_of(
     data: Data, forecast: xr.DataArray | xr.Dataset, *, latitude: str = "latitude", longitude: str = "longitude"
 ) -> Data:
-    """Return `data` at the grid points of a forecast, with the forecast's coordinates.
+    """Return `data` at the grid points of a forecast, with the forecast's latitudes and longitudes.
 
     A forecast of a region across Greenwich has longitudes below zero, an archive has 0 to 360. xarray compares the
     numbers and would drop all points west of Greenwich. Here, longitudes that differ by 360 degrees are equal.
@@ -95,7 +95,8 @@ def at_places_of(
     if not {latitude, longitude} <= set(forecast.dims):
         held = ", ".join(map(str, forecast.dims))
         raise ValueError(f"forecast at points (its dimensions: {held}), not on a grid; give one made without points=")
-    chosen, wanted = {}, {name: axis_of(forecast, name) for name in (latitude, longitude)}
+    # As variables: a coordinate brings others with it, such as the level and the start of the forecast.
+    chosen, wanted = {}, {name: axis_of(forecast, name).variable for name in (latitude, longitude)}
     for name, axis in wanted.items():
         # Points match within the rounding of coordinates. Differences of longitude are taken modulo 360 degrees.
         apart = axis.values[:, None] - axis_of(data, name).values.astype(np.float64)

@@ -328,6 +328,15 @@ def test_an_archive_is_taken_where_a_forecast_of_a_region_lies(rows, single):
     np.testing.assert_allclose(api.area_weights(found), everywhere / everywhere.mean(), rtol=1e-4)
 
 
+def test_an_archive_keeps_its_own_level_and_start_at_the_places_of_a_forecast():
+    """It took those of the forecast, so that the truth of another level or date passed for what was forecast."""
+    _, y = ensemble(dates=2)
+    archive = y.expand_dims(level=[500, 850])
+    forecast = archive.isel(init_time=0, level=0, longitude=slice(0, 3))
+    for data in (archive, archive.isel(init_time=1, level=1)):
+        xr.testing.assert_identical(api.at_places_of(data, forecast), data.isel(longitude=slice(0, 3)))
+
+
 def test_an_archive_without_the_places_of_a_forecast_is_refused():
     _, y = ensemble()
     elsewhere = xr.DataArray(np.zeros((1, 2)), {"latitude": [15.0], "longitude": [-30.0, -25.0]})
