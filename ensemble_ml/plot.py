@@ -218,6 +218,8 @@ def _events(
 
 def _at_times_of(name: str, truth: xr.DataArray, probability: xr.DataArray) -> xr.DataArray:
     """Return the truth at the times and places of the probabilities, with its time axes named as theirs."""
+    from ensemble_ml.verification.api import at_places_of
+
     for axis in (_START, _LEAD):
         ours = [spelt for spelt in axis if spelt in probability.coords]
         theirs = [spelt for spelt in axis if spelt in truth.dims]
@@ -226,8 +228,11 @@ def _at_times_of(name: str, truth: xr.DataArray, probability: xr.DataArray) -> x
     # truth here, too.
     shared = {dim: probability[dim].values for dim in truth.dims if dim in probability.coords}
     try:
+        if {"latitude", "longitude"} <= set(truth.dims) & set(probability.dims):
+            # Longitudes of a region across Greenwich begin below zero, and files may hold single precision.
+            truth = at_places_of(truth, probability)
         return truth.sel(shared)
-    except KeyError as error:
+    except (KeyError, ValueError) as error:
         raise UserError(f"{name}: the truth lacks some of its times or places ({error})") from error
 
 
@@ -311,12 +316,11 @@ def _flat(field: xr.DataArray) -> xr.DataArray:
 
 def _on_grid_of(field: xr.DataArray, land: xr.DataArray) -> xr.DataArray:
     """Return land (latitude, longitude) at the points of a field, which may come in another order."""
-    axes = ("latitude", "longitude")
-    # Files hold coordinates in single and in double precision.
-    wanted, there = ({axis: one[axis].values.astype(np.float64).round(4) for axis in axes} for one in (field, land))
+    from ensemble_ml.verification.api import at_places_of
+
     try:
-        return land.assign_coords(there).sel(wanted)
-    except KeyError as error:
+        return at_places_of(land, field)
+    except ValueError as error:
         raise UserError("land: lacks some of the field's points; give land on the field's grid") from error
 
 

@@ -118,6 +118,23 @@ def test_land_is_taken_at_the_points_of_the_field():
         eml.plot.map(field, land=on_globe(9, 16))
 
 
+def test_a_region_across_greenwich_is_found_in_land_and_truth_of_the_globe():
+    """Its longitudes begin below zero, theirs at zero; files may hold them in single precision."""
+    globe = (on_globe(19, 36) + np.arange(36)) / 400 + 0.4
+    west = globe.assign_coords(longitude=(globe.longitude + 180) % 360 - 180).sortby("longitude")
+    region = west.sel(longitude=slice(-30, 30))
+    for one in (region, region.assign_coords(longitude=region.longitude.astype("f4") - np.float32(1e-6))):
+        eml.plot.map(one, land=globe)
+        probability = one.clip(0, 1).expand_dims(threshold_t2m=[0.3, 0.5])
+        curves = [
+            [axis.lines[0].get_xydata() for axis in eml.plot.reliability(probability, truth).axes[2:]]
+            for truth in (globe, region.assign_coords(one.coords))
+        ]
+        np.testing.assert_array_equal(*curves)
+    with pytest.raises(UserError, match="the truth lacks some of its times or places"):
+        eml.plot.reliability(probability, globe.isel(longitude=slice(4, None)))
+
+
 def test_a_fan_shows_the_truth_at_its_own_leads():
     hours = np.array([24, 48], "timedelta64[h]").astype("timedelta64[ns]")
     forecast = xr.Dataset({"t2m_quantile": on_globe(19, 36, quantile=[0.1, 0.5, 0.9], forecast_period=hours)})
