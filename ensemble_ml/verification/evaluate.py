@@ -84,7 +84,7 @@ from ensemble_ml.verification.bootstrap import blocks_of, draw_dates, merged
 from ensemble_ml.verification.fits import fit_group
 from ensemble_ml.verification.forecasts import ForecastSet, open_forecasts
 from ensemble_ml.verification.heights import Heights
-from ensemble_ml.verification.kept import Kept, part_of, put_part
+from ensemble_ml.verification.kept import Kept, part_of, put_part, some_kept
 from ensemble_ml.verification.page import DEFINITIONS
 from ensemble_ml.verification.pictures import Pictures, cells_together
 from ensemble_ml.verification.plan import Plan, make_plan
@@ -155,8 +155,7 @@ def evaluate(
     """Score the forecasts of a configuration, and write scores.json, lineage.json and report.html.
 
     The results of each group of fields are kept in the output folder until all files are written. If the evaluation is
-    stopped, the same command continues from there. Once scores.json is written, the command needs overwrite=true for
-    this.
+    stopped, the same command continues from there.
 
     Args:
         config: Settings.
@@ -173,12 +172,12 @@ def evaluate(
             fit baselines on.
     """
     output = Path(config.output)
-    _check(config, output)
+    overwrite = _check(config, output)
     # Intermediate results are removed only when all files are written, or when another process has written them.
     found = score(config, source, unverified, ground)
     try:
         with Pulse("evaluate: the report is drawn"):
-            _write(output, config.overwrite, found)
+            _write(output, overwrite, found)
     except UserError:  # another process has made the report meanwhile
         found.kept.drop()
         raise
@@ -261,15 +260,34 @@ def _evaluated(
     )
 
 
-def _check(config: EvaluateConfig, output: Path) -> None:
-    """Refuse a configuration without a forecast, or one whose output cannot be written or exists."""
+def _check(config: EvaluateConfig, output: Path) -> bool:
+    """Return whether files in the output folder may be replaced.
+
+    Refuse a configuration without a forecast, or one whose output cannot be written, or exists and may not be replaced.
+    """
     check_writable(output)
     require(
         "forecast", config.forecast, bool(as_list(config.forecast)), "give a folder of forecasts, or a list of them"
     )
+    overwrite = config.overwrite or _without_report(config, output)
     for name in FILES:
-        free = config.overwrite or not (output / name).exists()
+        free = overwrite or not (output / name).exists()
         require("output", config.output, free, f"{name} exists there; set overwrite=true or choose another output")
+    return overwrite
+
+
+def _without_report(config: EvaluateConfig, output: Path) -> bool:
+    """Return whether the same evaluation was stopped in this folder when its scores were written, but not its report.
+
+    Its intermediate results are still there, and scores.json holds its settings.
+    """
+    scores, report = (output / name for name in FILES)
+    if report.exists() or not some_kept(output):
+        return False
+    try:
+        return bool(json.loads(scores.read_text(encoding="utf-8"))["settings"] == strict(asdict(config)))
+    except (OSError, ValueError, TypeError, KeyError):  # there are no scores yet, or they are of another program
+        return False
 
 
 def _setting(

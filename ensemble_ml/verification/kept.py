@@ -89,6 +89,11 @@ class Kept:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+def some_kept(output: Path) -> bool:
+    """Return whether results of any evaluation are kept in an output folder."""
+    return any(output.glob(f"{_FOLDER}*"))
+
+
 def part_of(tables: Tables, columns: slice) -> dict[str, Any]:
     """Return everything that `tables` hold of some columns."""
     inside = range(columns.start, columns.stop)

@@ -11,6 +11,7 @@ import pytest
 from fakes import DATES, TEST, TRAIN, corrected, settings, write_forecasts
 from stores import make_store
 
+from ensemble_ml.errors import UserError
 from ensemble_ml.folders import hash_of_code
 from ensemble_ml.inference import Kind
 from ensemble_ml.pulse import Pulse
@@ -94,6 +95,27 @@ def test_a_stopped_evaluation_goes_on_to_the_same_scores(made, tmp_path, monkeyp
     assert found == whole and whole[0]["vectors"]
     files = {path.name for path in (tmp_path / "again").iterdir()}
     assert files == {"lineage.json", "report.html", "scores.json"}
+
+
+def test_an_evaluation_that_was_stopped_while_its_report_was_drawn_goes_on(made, tmp_path, monkeypatch):
+    """As a job that is queued again after its time was over: it ended because scores.json was there."""
+    store, forecast = made
+    again = settings(forecast, store, tmp_path)
+    with monkeypatch.context() as patch:
+        stopping_at("write_report", 1, patch)
+        with pytest.raises(Stop):
+            evaluate(again, store)
+    scores = (tmp_path / "scores.json").read_text()
+    with pytest.raises(UserError, match=r"scores\.json exists there; set overwrite=true"):
+        evaluate(settings(forecast, store, tmp_path, block_days=6), store)
+    monkeypatch.setattr(MODULE, "write_report", lambda *_: "<!doctype html>")
+    calls = [stopping_at(function, 0, monkeypatch) for function in ("score_group", "score_vectors")]
+    evaluate(again, store)
+    assert calls == [[], []] and (tmp_path / "scores.json").read_text() == scores
+    assert {path.name for path in tmp_path.iterdir()} == {"lineage.json", "report.html", "scores.json"}
+    (tmp_path / "report.html").unlink()  # by a user: nothing is kept any more
+    with pytest.raises(UserError, match=r"scores\.json exists there; set overwrite=true"):
+        evaluate(again, store)
 
 
 @pytest.mark.parametrize("change", ["settings", "forecast", "file"])
