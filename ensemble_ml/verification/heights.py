@@ -79,10 +79,12 @@ class Heights:
 
         Args:
             members: Surface pressure at the forecast's ground.
-            temperature: (M, Z, Y, X) 2 m temperature of the same members at the forecast's ground, K; None takes that
-                of the standard atmosphere there.
+            temperature: (M, Z, Y, X) 2 m temperature of the same members at the forecast's ground, K. Where it is NaN,
+                that of the standard atmosphere is taken there; so it is everywhere if None is given.
         """
-        below = STANDARD - LAPSE_RATE * np.asarray(self.forecast, np.float64) if temperature is None else temperature
+        below = STANDARD - LAPSE_RATE * np.asarray(self.forecast, np.float64)
+        if temperature is not None:
+            below = np.where(np.isfinite(temperature), temperature, below)
         return members * (1 - LAPSE_RATE * self.rise / below) ** (GRAVITY / (GAS_CONSTANT * LAPSE_RATE))
 
 

@@ -126,7 +126,7 @@ class Sample:
         raw: (M, Z, Y, X) members at the height of the truth's ground, or `members` where heights are not corrected.
         truth: (Z, Y, X), or None where there is none.
         whole: (Z, Y, X) bool, true where every member has a value.
-        verified: (Z, Y, X) bool, true where every member, the truth and `raw` have a value.
+        verified: (Z, Y, X) bool, true where every member and the truth have a value.
         given: Positions of the members that each forecast was made from, by label.
     """
 
@@ -146,11 +146,8 @@ def read_sample(setting: Setting, group: Group, date: int) -> Sample:
     if not setting.truth:
         return Sample(members, members, None, whole, np.zeros_like(whole), given)
     truth = read_group(setting.source, Part.TRUTH, date, group)[0]
-    raw, verified = on_truths_ground(setting.source, setting.heights, group, date, members), whole & np.isfinite(truth)
-    # Pressure needs the temperature of the same member, which may be missing where the pressure is not.
-    if raw is not members:
-        verified &= np.isfinite(raw).all(0)
-    return Sample(members, raw, truth, whole, verified, given)
+    raw = on_truths_ground(setting.source, setting.heights, group, date, members)
+    return Sample(members, raw, truth, whole, whole & np.isfinite(truth), given)
 
 
 def on_truths_ground(

@@ -14,6 +14,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.store import Fields, Part, Selection
 from ensemble_ml.verification import evaluate
 from ensemble_ml.verification.heights import Heights, note
+from ensemble_ml.verification.samples import Group, Setting, read_sample
 
 SHAPE = (9, 16)
 
@@ -133,6 +134,29 @@ def test_a_correction_that_makes_forecasts_worse_is_left(store, forecast, height
     assert told["corrected"] == [] and min(told["rmse_ratio_on_fit_dates"].values()) > 1
     [text] = [text for text in found[1]["notes"] if "which would raise its RMSE" in text]
     assert "Raw surface pressure: not corrected" in text and "Raw 2 m temperature: not corrected" in text
+
+
+class Cold:
+    """A store of whose second member the 2 m temperature is missing."""
+
+    def __init__(self, store):
+        self.store, self.layout = store, store.layout
+
+    def read(self, part, date, selection):
+        found = self.store.read(part, date, selection)
+        if part is Part.FORECAST and selection.surface == ("t2m",):
+            found.surface[1] = np.nan
+        return found
+
+
+def test_surface_pressure_counts_where_the_temperature_is_missing(store, heights):
+    """The standard atmosphere stands in for what is missing, as it does where nothing is known of the temperature."""
+    setting = Setting(Cold(store), (), 3, np.arange(0), np.arange(0), np.ones(SHAPE), True, heights=heights)
+    sample = read_sample(setting, Group("sp", 48, (None,), slice(0, 1)), 0)
+    assert sample.verified.all()
+    warm = store.read(Part.FORECAST, 0, Selection.one(48, "t2m", surface=True)).one().astype(float)
+    assert np.array_equal(sample.raw[1], heights.pressure(sample.members, None)[1])
+    assert np.array_equal(sample.raw[2], heights.pressure(sample.members, warm)[2])
 
 
 def test_nothing_is_corrected_where_there_is_no_truth(heights, tmp_path, plain):
