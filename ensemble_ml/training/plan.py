@@ -468,10 +468,13 @@ def _tell(config: PlanConfig, found: Sequence[Candidate], best: Candidate) -> No
 
 
 def _scaling(planner: Planner, found: Sequence[Candidate], folder: Path) -> list[dict[str, Any]]:
-    """Predict the scaling, print and plot it, write report.html, and return it as JSON values."""
+    """Predict the scaling, print and plot it, write report.html, and return it as JSON values; none if nothing fits."""
     fitting = [c for c in found if not c.why]
     links = {axes: link for some in planner.measured.links.values() for axes, link in some.items()}
     points = scaling.simulated(planner, fitting, planner.measured.pieces, links)
+    if not points:
+        print(f"plan.devices={planner.settings.devices}: so few cannot train; give {planner.ranks} or more")
+        return []
     text = scaling.table(points, planner.config.parallel.shard)
     print(f"\n{text}")
     plot = scaling.plot(points, folder / "scaling.png")

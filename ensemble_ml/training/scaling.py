@@ -3,9 +3,10 @@
 In strong scaling the batch of the run stays the same while devices are added. In weak scaling the batch grows in
 proportion to the devices, from the batch of the run on the fewest devices that can train it.
 
-At any number of devices, groups of `parallel.shard` ranks share the weights, and the groups sum their gradients. Other
-numbers of devices than its multiples are left out. The time to gather sharded weights and sum their gradients counts in
-full, as if it did not overlap with computation.
+The numbers of devices are the planned ranks, halved and doubled, so that what divides the ranks (`parallel.shard`, a
+fixed degree) divides most of them, too. At each number, groups of `parallel.shard` ranks share the weights, and the
+groups sum their gradients. Numbers that are not its multiples are left out. The time to gather sharded weights and sum
+their gradients counts in full, as if it did not overlap with computation.
 
 The local part of a step is computed from `plan.gflops` if that is given. Otherwise it is measured at the shapes of the
 planner, and estimated at other shapes from their number of operations (`costs.reckoned`). Messages are estimated from
@@ -55,14 +56,15 @@ class Point:
 
 
 def simulated(planner: Planner, found: Sequence[Candidate], pieces: dict[int, Piece], links: Links) -> list[Point]:
-    """Predict strong and weak scaling at powers of two up to plan.devices, except where no partition fits.
+    """Predict strong and weak scaling up to plan.devices, except where no partition fits; perhaps at no number.
 
     `found` are the partitions that fit, and `pieces` the measured local work by their positions.
     """
     known = [(planner.traced(found[i]).flops, piece) for i, piece in pieces.items()]
     points = []
     least = 0
-    for devices in (2**k for k in range(planner.settings.devices.bit_length())):
+    odd = planner.ranks // (planner.ranks & -planner.ranks)
+    for devices in (odd << k for k in range((planner.settings.devices // odd).bit_length())):
         best = _best(planner, devices, planner.config.batch_size, known, links)
         if best is not None:
             points.append(Point("strong", devices, planner.config.batch_size, best))

@@ -1,5 +1,7 @@
 """The memory of shards and of recomputed blocks: planned against measured, what would fit, what is refused."""
 
+from dataclasses import replace
+
 import pytest
 from models.small_models import make_spec
 from parallel.ranks import run_ranks
@@ -87,6 +89,19 @@ def test_scaling_to_a_thousand_devices():
     assert weak[1024].cost.norm - weak[4].cost.norm > 6 * 2 * 1e-5 * 8
     last = scaling.table(points, 4).splitlines()[-1].split()
     assert last[:4] == ["weak", "1024", "4", "1024"] and last[-1] == "GB"
+
+
+@pytest.mark.parametrize(("devices", "numbers"), [pytest.param(6, [3, 6], marks=pytest.mark.slow), (2, [])])
+def test_scaling_of_ranks_that_are_no_power_of_two(devices, numbers, tmp_path, capsys):
+    """Three ranks share the weights, so 1, 2, 4, ... devices could never train."""
+    spec = make_spec(9, 16, hidden=8, max_hidden=8, recompute=True, variables=("t",), surface=())
+    settings = plan.PlanSettings(gflops=1e4, alpha=1e-5, beta=1e-11, memory_gb=100.0, devices=devices)
+    alone = replace(config_of(), parallel=ParallelConfig(shard=3, lat=1, lon=1), batch_size=6)
+    planner = plan.Planner(alone, spec, settings, solo(), 6)
+    found = plan._scaling(planner, planner.candidates(), tmp_path)
+    assert [point["devices"] for point in found if point["scaling"] == "strong"] == numbers
+    text = capsys.readouterr().out
+    assert ("plan.devices=2: so few cannot train; give 6 or more" in text) == (not numbers)
 
 
 @pytest.mark.slow
