@@ -91,7 +91,7 @@ def starts(records: np.ndarray) -> np.ndarray:
     A sum whose file states no range begins at the start of the forecast.
     """
     begin = records["lead_start"]
-    open_sums = IS_ACCUMULATED[records["field"]] & ~(records["bounded"] & (begin < records["lead"]))
+    open_sums = IS_ACCUMULATED[records["field"]] & ~records["bounded"]
     return np.where(open_sums, begin.dtype.type(0), begin)
 
 

@@ -339,10 +339,12 @@ class XarrayFile:
         self._set_intervals(records, data, array, field, places, of_leads=axes["lead"] is not None)
         by_hours = field.accumulated and (hours_of_sum(array) > 0 or field.name in self.overrides.intervals)
         of_hours = by_hours and axes["lead"] is not None
+        sums = records["bounded"] & field.accumulated
         strange = {
             "at levels of no whole hPa": records["level"] == BETWEEN,
             # Hours in a name, or stated by the user, apply to every lead, but no sum begins before the forecast.
             "of hours before the start": (records["lead_start"] < 0) & of_hours,
+            "sums over 0 h": sums & (records["lead"] > 0) & (records["lead_start"] == records["lead"]),
             "of a negative member": records["member"] < 0,
             "of leads before the start": records["lead"] < 0,
         }

@@ -5,12 +5,13 @@ import logging
 import numpy as np
 import pytest
 import xarray as xr
-from gribfiles import archive_of, dataset, opened
+from gribfiles import archive_of, dataset, message, opened, write
 
 from data_prep import open_archive
 from data_prep.identity import other_sums
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import Part
+from ensemble_ml.store.xarray_engine import source_dataset
 
 
 def test_sums_that_fall_do_not_run_from_the_start(tmp_path):
@@ -320,3 +321,16 @@ def test_gusts_of_some_hours_have_their_interval(tmp_path, name, about, first):
     data[name] = (data[name] / 20).assign_attrs({"units": "m s-1"} | about)
     bounds = archive_of(data, tmp_path).lead_bounds
     assert bounds == ({} if first is None else {"fg10": [None, [first, 24]]})
+
+
+def test_leads_without_an_interval_have_no_sum(tmp_path):
+    """The Dataset of an archive has rain at 24 h alone; at 6 h it says "none", and must not cut the sum in two."""
+    steps = {"t2m": (6, 24), "tp": ("0-24",)}
+    members = [message(name, step=step, member=m) for m in (1, 2) for name in steps for step in steps[name]]
+    archive = open_archive(write(tmp_path / "a.grib", members))
+    again = open_archive(source_dataset(archive, [Part.FORECAST]).copy(deep=True).load())
+    assert again.lead_bounds == archive.lead_bounds == {"tp": [None, [0, 24]]}
+    for part in (archive, again):
+        assert part.present(Part.FORECAST, 0)[1][0, :, 1].tolist() == [False, True]
+    np.testing.assert_array_equal(*(part.read(Part.FORECAST, 0).surface for part in (archive, again)))
+    assert again.catalogue.skipped == {"tp (sums over 0 h)": 2}
