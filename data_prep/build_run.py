@@ -60,17 +60,14 @@ def run(config: PrepareConfig, job: Job, build: Build) -> bool:
     """
     number, count = config.share
     mine = range(build.dates * number // count, build.dates * (number + 1) // count)
-    todo = [] if config.finalise else build.missing(mine)
-    for path, dates in build.outdated.items():
-        first = hour_text(job.plan.layout.init_time[min(dates)])
-        counts = f"{len(dates)} init times (first {first})"
-        log.warning("%s: changed since %s were built from it; they are built again", path, counts)
-    _warn_superseded(job, build)
-    if len(todo) < len(mine) and not config.finalise:
-        log.info("%s: %d of %d init times are built already", build.path, len(mine) - len(todo), len(mine))
     try:
-        if todo:
-            _all(config, job, build, todo)
+        # Another run that fails, or that is to start anew, leaves the folder alone meanwhile.
+        with build.at_work():
+            todo = [] if config.finalise else build.missing(mine)
+            if not config.finalise:
+                _log_built(job, build, len(mine), len(todo))
+            if todo:
+                _all(config, job, build, todo)
     except BaseException as error:
         with suppress(UserError):  # the archive may have changed for another builder, too
             _log_kept(build, error)
@@ -89,6 +86,17 @@ def run(config: PrepareConfig, job: Job, build: Build) -> bool:
         return False
     build.finalise()
     return True
+
+
+def _log_built(job: Job, build: Build, count: int, left: int) -> None:
+    """Log how many of `count` init times are built already, and which of the `left` ones are built again."""
+    for path, dates in build.outdated.items():
+        first = hour_text(job.plan.layout.init_time[min(dates)])
+        counts = f"{len(dates)} init times (first {first})"
+        log.warning("%s: changed since %s were built from it; they are built again", path, counts)
+    _warn_superseded(job, build)
+    if left < count:
+        log.info("%s: %d of %d init times are built already", build.path, count - left, count)
 
 
 def _warn_superseded(job: Job, build: Build) -> None:

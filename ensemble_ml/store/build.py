@@ -47,7 +47,7 @@ from ensemble_ml.store.schema import PLAN_KEY, Kind
 from ensemble_ml.store.source import Part
 from ensemble_ml.store.statistics import Moments, stack
 
-_AT_WORK = "at-work.lock"  # every claim shares it, so one attempt to lock it alone shows whether anybody is at work
+_AT_WORK = "at-work.lock"  # runs and claims share it, so one attempt to lock it alone shows whether any is at work
 _SEEN_WITHIN = 3.0  # seconds until all hosts see a new name on a network file system
 
 
@@ -226,6 +226,25 @@ class Build:
         The builder that renamed the store may still be tidying up.
         """
         return not (self.work / "plan.json").exists() or named_already(self.work, self.path)
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Keep other builders from removing the build for the duration of a `with` block.
+
+        If one has just removed it, it is started again. If one has just finished the store, `complete` is set.
+
+        Raises:
+            UserError: As in `Build`.
+        """
+        with ExitStack() as stack:
+            while not self.complete:
+                with suppress(FileNotFoundError):
+                    held = stack.enter_context(shared(self.work / _AT_WORK))
+                    if leads_to(self.work / _AT_WORK, held):
+                        break
+                stack.close()
+                self._join()
+            yield
 
     @contextmanager
     def claim(self, date: int) -> Iterator[bool]:

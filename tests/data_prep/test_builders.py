@@ -99,6 +99,25 @@ def test_a_worker_that_loses_the_output_says_so(archive, tmp_path):
         build.claim(1).__enter__()
 
 
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_build_that_has_begun_is_not_removed_by_one_that_fails(archive, whole, tmp_path, monkeypatch, joined):
+    """Both have the plan, and neither has built an init time, when the other gives up."""
+    settings = config(archive, tmp_path / "s.zarr")
+    job, each = Job(settings), building_run._each
+    build, other = (Build(settings.output, job.plan) for _ in range(2))
+
+    def later(*given):
+        other.discard()
+        each(*given)
+
+    if joined:
+        monkeypatch.setattr(building_run, "_each", later)
+    else:
+        other.discard()
+    assert building_run.run(settings, job, build)
+    assert building.contents(tmp_path / "s.zarr") == whole
+
+
 def test_a_build_that_is_at_work_is_not_thrown_away(archive, tmp_path):
     settings = config(archive, tmp_path / "s.zarr")
     build = begin(settings, [0])
