@@ -166,6 +166,8 @@ def test_help_shows_the_defaults_that_conf_puts_in_force(capsys, task, key, valu
         (["evaluate", "forecast=a", "ensemble=", "output=c"], "ensemble: is not given; give ensemble=..."),
         (["simulate", "size=tiny", "output=a"], "size=tiny: is only the name of the chosen size; use simulate="),
         (["simulate", "members=1", "output=a"], "members=1: at least 2 are needed for breeding"),
+        (["simulate", "members=256", "output=a"], "members=256: at most 255: GRIB edition 1 has an octet"),
+        (["simulate", "levels=[500,850,500]", "output=a"], "levels=[500, 850, 500]: give each once"),
         (["inspect", "store=a", "hydra/launcher=cluster"], "hydra/launcher=cluster: belongs to a sweep; add -m"),
         (["train", "run=a", "data.store=b", "hydra.run.dir=x"], "hydra.run.dir=x: belongs to a sweep; add -m"),
         (["predict", "-m", "--cfg", "output=a,b"], "--cfg: shows one configuration; leave out -m"),

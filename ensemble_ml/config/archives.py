@@ -97,6 +97,7 @@ class SimulateConfig:
 
     def __post_init__(self) -> None:
         require("members", self.members, self.members >= 2, "at least 2 are needed for breeding")
+        require("members", self.members, self.members <= 255, "at most 255: GRIB edition 1 has an octet for the number")
         require("parts", self.parts, self.parts is None or _part(self.parts) is not None, "write i/n with 1 <= i <= n, e.g. parts=3/20")
         truncations = self.truth_truncation in (21, 31, 42, 63) and self.forecast_truncation in (21, 31, 42, 63)
         given = f"{self.truth_truncation}/{self.forecast_truncation}"
@@ -107,6 +108,7 @@ class SimulateConfig:
         require("rows", self.rows, self.rows >= 9 and self.rows % 2 == 1, "an odd number from 9 up, so that poles and equator are rows")
         require("columns", self.columns, self.columns >= 16 and self.columns % 16 == 0, "must be divisible by 16")
         require("levels", self.levels, {500, 850} <= set(self.levels) and all(50 <= level <= 1000 for level in self.levels), "levels of 50-1000 hPa, with 500 and 850 among them")
+        require("levels", self.levels, len(set(self.levels)) == len(self.levels), "give each once")
         at_least(self, 0, "train_years", "validation_years", "test_years", "warm_up_cycles", "workers", "seed")
         at_least(self, 1, "train_dates", "validation_dates", "test_dates")
         years = self.train_years + self.validation_years + self.test_years
