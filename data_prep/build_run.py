@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import signal
 import socket
 import sys
 import time
@@ -267,7 +268,7 @@ def workers_of(config: PrepareConfig, job: Job, build: Build) -> Iterator[Worker
         if config.executor is Executor.processes:
             count = config.workers or cores()
             # A forked process would inherit locks that threads of this process hold at the moment.
-            pool = stack.enter_context(ProcessPoolExecutor(count, get_context("spawn")))
+            pool = stack.enter_context(ProcessPoolExecutor(count, get_context("spawn"), _leave_interrupts))
         else:
             client = stack.enter_context(_cluster(stack, config))
             count = config.workers
@@ -304,6 +305,14 @@ def _threads(stack: ExitStack, config: PrepareConfig, job: Job, build: Build) ->
     stack.callback(stop.set)
     ahead = max(2 * count, at_once)
     return Workers(lambda date: dates.submit(job.run, build, date, packers, stop.is_set), lambda: ahead, stop.set)
+
+
+def _leave_interrupts() -> None:
+    """Ignore Ctrl-C in a worker process: a terminal sends it to all of them, and the parent stops its workers.
+
+    A worker that it interrupts while it starts a thread would wait for that thread for ever at its end.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def build_date(config: PrepareConfig, threads: int, date: int, plan: str, files: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -95,3 +96,8 @@ def contents(store: Path) -> dict[str, str]:
 def die(*_: object) -> None:
     """A task that kills its worker, as the system does when memory is short."""
     os._exit(9)
+
+
+def ignores_interrupts(*_: object) -> bool:
+    """A task that says whether its worker ignores Ctrl-C."""
+    return signal.getsignal(signal.SIGINT) is signal.SIG_IGN

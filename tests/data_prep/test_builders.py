@@ -20,7 +20,7 @@ import data_prep.build_run as building_run
 import data_prep.build_run as workers
 from data_prep import prepare
 from data_prep.build_job import Job
-from ensemble_ml.config import Gaps, Packing, PrepareConfig
+from ensemble_ml.config import Executor, Gaps, Packing, PrepareConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import Part, open_store
 from ensemble_ml.store.build import Build
@@ -116,6 +116,16 @@ def test_a_build_that_has_begun_is_not_removed_by_one_that_fails(archive, whole,
         other.discard()
     assert building_run.run(settings, job, build)
     assert building.contents(tmp_path / "s.zarr") == whole
+
+
+@pytest.mark.slow
+def test_worker_processes_leave_ctrl_c_to_their_parent(archive, tmp_path, monkeypatch):
+    """One that was interrupted while it started its first thread never ended, nor did its parent."""
+    settings = config(archive, tmp_path / "s.zarr", executor=Executor.processes, workers=1)
+    job = Job(settings)
+    monkeypatch.setattr(building_run, "build_date", building.ignores_interrupts)
+    with building_run.workers_of(settings, job, Build(settings.output, job.plan)) as workers:
+        assert workers.submit(0).result(60)
 
 
 def test_a_build_that_is_at_work_is_not_thrown_away(archive, tmp_path):
