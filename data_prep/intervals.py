@@ -132,11 +132,17 @@ def intervals(records: np.ndarray) -> dict[int, dict[int, Interval]]:
 
 
 def beside(records: np.ndarray, found: dict[int, dict[int, Interval]]) -> np.ndarray:
-    """Return which records of a control are at leads where their variable has no interval, (N,) bool."""
+    """Return which records of a control are at leads where their variable has no interval, (N,) bool.
+
+    Instantaneous values beside those of members, as maxima have at lead 0, are not among them.
+    """
     out = np.zeros(len(records), bool)
+    of_members = records["kind"] == MEMBER
     for index, by_lead in found.items():
         mine = records["field"] == index
-        out |= mine & ~np.isin(records["lead"], list(by_lead)) & (records["kind"] != MEMBER)
+        with_members = np.isin(records["lead"], records["lead"][mine & of_members])
+        alike = with_members & (records["lead_start"] == records["lead"])
+        out |= mine & ~of_members & ~alike & ~np.isin(records["lead"], list(by_lead))
     return out
 
 

@@ -121,3 +121,16 @@ class TestSums:
         source = open_archive(self.rain(tmp_path, steps=("0-24", "24-48")))
         assert source.lead_bounds == {"tp": [None, [0, 24], [24, 48]]}
         assert source.gather(Part.FORECAST, 0).loose == {}
+
+
+def test_a_control_keeps_its_gust_at_the_start_as_members_do(tmp_path):
+    """There it is that of the moment; later, the largest of the day."""
+    steps = (0, "0-24")
+    members = [message("fg10", step=step, member=m, seed=m) for m in (1, 2) for step in steps]
+    control = [message("fg10", step=step, member=0, kind="cf", seed=7) for step in steps]
+    path = write(tmp_path / "a.grib", [*members, *control])
+    source = open_archive(path)
+    assert source.lead_bounds == {"fg10": [None, [0, 24]]}
+    assert source.present(Part.CONTROL, 0)[1].all() and source.present(Part.FORECAST, 0)[1].all()
+    wanted = [values for keys, values in decoded(path) if keys["number"] == 0]
+    np.testing.assert_array_equal(source.read(Part.CONTROL, 0).surface[0, :, 0], wanted)
