@@ -27,14 +27,18 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 
 from data_prep.simulate.synthesis import regular_grid
 from ensemble_ml.config import SimulateConfig
+from ensemble_ml.errors import UserError
 from ensemble_ml.folders import draft_of, write_whole
 from ensemble_ml.grid import Grid
 
@@ -102,9 +106,24 @@ def _join(path: Path, pieces: list[tuple[Path, str]]) -> None:
     draft = draft_of(path.parent.parent / ".parts" / path.name)
     with open(draft, "wb") as file:
         for part, key in pieces:
-            with np.load(part) as arrays:
+            with opened(part) as arrays:
                 file.write(arrays[key].tobytes())
     os.replace(draft, path)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Mapping[str, np.ndarray]]:
+    """Open a file of arrays of the archive in the making for the duration of a `with` block.
+
+    Raises:
+        UserError: the file is damaged, as it may be after a failure of power.
+        OSError: it is not there, or cannot be read.
+    """
+    try:
+        with np.load(path) as arrays:
+            yield arrays
+    except (BadZipFile, EOFError, ValueError, KeyError) as error:
+        raise UserError(f"{path}: is damaged ({error}); remove it, and run the same command again") from error
 
 
 def realism(output: Path, years: list[ModelYear], config: SimulateConfig) -> dict[str, Realism]:
@@ -115,7 +134,7 @@ def realism(output: Path, years: list[ModelYear], config: SimulateConfig) -> dic
     for name in GATE:
         stacks: dict[str, list[np.ndarray]] = {kind: [] for kind in ("mean", "variance", "truth")}
         for part in parts:
-            with np.load(part) as arrays:
+            with opened(part) as arrays:
                 for kind, stack in stacks.items():
                     stack.append(arrays[f"{name}_{kind}"])
         mean, variance, truth = (np.stack(stack) for stack in stacks.values())

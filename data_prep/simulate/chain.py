@@ -25,7 +25,17 @@ from pathlib import Path
 
 import numpy as np
 
-from data_prep.simulate.archive import GATE, STEPS, Cycle, Encoder, ModelYear, Stamp, forecast_messages, valid_times
+from data_prep.simulate.archive import (
+    GATE,
+    STEPS,
+    Cycle,
+    Encoder,
+    ModelYear,
+    Stamp,
+    forecast_messages,
+    opened,
+    valid_times,
+)
 from data_prep.simulate.model import BATCH, Atmosphere, Recipe
 from data_prep.simulate.synthesis import (
     NORM_PLANE,
@@ -111,7 +121,7 @@ class Chain:
     def run(self, progress: Callable[[str, bool], None]) -> None:
         """Run the cycles of the year that are missing; raise a FloatingPointError if a model blew up.
 
-        `progress` receives a text, and whether another init time is complete.
+        `progress` receives a text, and whether another init time is complete that was not before.
         """
         self._state_file.parent.mkdir(parents=True, exist_ok=True)
         state = self._load()
@@ -120,9 +130,10 @@ class Chain:
             if cycle.fresh:
                 state = self._reach(cycle, index, state, progress)
             assert state is not None  # the first cycle of a year is fresh
+            new = cycle.written and not self.year.part(self.output, cycle).exists()
             state = self._cycle(cycle, state)
             save(self._state_file, {**vars(state)})
-            progress(f"{self.year.split} {cycle.start:%Y-%m-%d}", cycle.written)
+            progress(f"{self.year.split} {cycle.start:%Y-%m-%d}", new)
 
     def _reach(self, cycle: Cycle, index: int, state: State | None, progress: Callable[[str, bool], None]) -> State:
         """Advance the nature run to the first day of a window, and return the state there.
@@ -201,11 +212,16 @@ class Chain:
         }
 
     def _load(self) -> State | None:
-        """Return the saved state of the year, or None if no cycle is complete."""
+        """Return the saved state of the year; None if no cycle is complete, or if a part of those before it is gone.
+
+        The year then begins anew, because there is no way back to the state from which that part was made.
+        """
         if not self._state_file.exists():
             return None
-        with np.load(self._state_file) as arrays:
-            return State(int(arrays["index"]), int(arrays["day"]), arrays["nature"], arrays["rain"], arrays["dev"])
+        with opened(self._state_file) as arrays:
+            state = State(int(arrays["index"]), int(arrays["day"]), arrays["nature"], arrays["rain"], arrays["dev"])
+        before = [cycle for cycle in self.year.cycles[: state.index] if cycle.written]
+        return state if all(self.year.part(self.output, cycle).exists() for cycle in before) else None
 
 
 def trajectories(config: SimulateConfig) -> int:

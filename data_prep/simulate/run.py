@@ -53,8 +53,8 @@ def simulate(config: SimulateConfig) -> Path:
         forecast_static.grib, archive.json. While other shares are incomplete, it holds only `.parts`.
 
     Raises:
-        UserError: `output` holds something else, archive.json or .parts/config.json cannot be read, jcm is not
-            installed, or a worker failed or was killed.
+        UserError: `output` holds something else, archive.json or a file in .parts cannot be read, jcm is not installed,
+            or a worker failed or was killed.
     """
     output = Path(config.output)
     if _nothing_to_do(config, output):

@@ -220,6 +220,25 @@ class TestChain:
             ):
                 assert set(a) == set(b) and all((a[key] == b[key]).all() for key in a)
 
+    @pytest.mark.slow
+    def test_a_part_that_was_damaged_is_made_again(self, tmp_path, facts):
+        chain, config = fake_chain(tmp_path, facts)
+        chain.run(lambda text, finished: None)
+        write_static_of(chain, tmp_path)
+        year = model_years(config)[0]
+        part = year.part(tmp_path, year.written[1])
+        whole = dict(np.load(part))
+        for spoiled in (b"", part.read_bytes()[:-300]):
+            part.write_bytes(spoiled)
+            with pytest.raises(UserError, match=rf"{part.name}: is damaged \(.*; remove it, and run the same command"):
+                assemble(tmp_path, [year])
+        part.unlink()
+        told = []
+        fake_chain(tmp_path, facts)[0].run(lambda text, finished: told.append(finished))
+        assert year.complete(tmp_path) and sum(told) == 1
+        again = np.load(part)
+        assert whole.keys() == set(again) and all((whole[key] == again[key]).all() for key in whole)
+
     def test_parts_become_files_by_calendar_date(self, tmp_path, facts):
         chain, config = fake_chain(tmp_path, facts)
         chain.run(lambda text, finished: None)
