@@ -9,6 +9,7 @@ import dataclasses
 import re
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -141,6 +142,22 @@ def variables_with_members(data: xr.Dataset, overrides: Overrides = NO_OVERRIDES
 def is_of_no_member(array: xr.DataArray) -> bool:
     """Return whether a variable has no axis of members, and is no control forecast of GRIB."""
     return find_axis(array, "member") is None and grib_type(array) != "cf"
+
+
+def with_units(data: xr.Dataset, overrides: Overrides) -> xr.Dataset:
+    """Return a Dataset in which variables that state no units have those that the user states of them.
+
+    Only units tell a mean rate from a sum, so they have to be there before variables are identified.
+    """
+    given = {}
+    lacking = [array for array in data.data_vars.values() if not str(array.attrs.get("units", "")).strip()]
+    for array, (ours, units) in product(lacking, overrides.units.items()):
+        stated = array.assign_attrs(units=units)
+        with understood(array.name):
+            field = identify(data, stated, overrides).field
+        if field is not None and field.name == ours:
+            given[array.name] = stated
+    return data.assign(given)
 
 
 def other_sums(data: xr.Dataset, overrides: Overrides = NO_OVERRIDES) -> dict[str, str]:
@@ -371,7 +388,7 @@ def units_of(array: xr.DataArray, field: Field, overrides: Overrides = NO_OVERRI
         stated = conversion(array, field, own)
     except UserError:
         return given
-    if overrides.forecast and stated != _conversion(given, field):
+    if overrides.forecast and stated != conversion(array.assign_attrs(units=given), field, given):
         raise UserError(
             f"units={{{field.name}: {given}}}: {array.name} states units {own!r}; leave it out of units=, or mend"
             " the file"

@@ -48,6 +48,7 @@ from data_prep.identity import (
     other_sums,
     units_of,
     variables_with_members,
+    with_units,
 )
 from data_prep.limits import agree, has_convention, on_bounds, plausible
 from data_prep.no_field import check_mapping
@@ -185,7 +186,7 @@ class XarrayFile:
         empty = [name for name, array in data.data_vars.items() if not array.size]
         for variable in empty:
             self._skip(f"{variable} (an axis of length 0)")
-        data = data.drop_vars(empty)
+        data = with_units(data.drop_vars(empty), self.overrides)
         others = other_sums(data, self.overrides)
         for name, kept in others.items():
             self._skip(f"{name} (beside {kept}, over other hours)")

@@ -15,7 +15,7 @@ from typing import Any
 from ensemble_ml.config.base import MISSING, at_least, check_periods, check_region, is_number, opt, require
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import field, resolve
-from ensemble_ml.units import unit_conversion
+from ensemble_ml.units import rate_conversion, unit_conversion
 
 FROM_START = "start"  # sums from the start of the forecast
 _INTERVALS = "intervals", "truth_intervals"
@@ -247,6 +247,8 @@ def check_overrides(config: Any) -> None:
             by_our_names[name] = theirs if key in _INTERVALS else str(theirs)
         setattr(config, key, by_our_names)
     for ours, units in config.units.items():
+        if field(ours).accumulated and rate_conversion(units, field(ours).units) is not None:
+            continue  # those of its mean rate
         try:
             unit_conversion(units, field(ours).units)
         except UserError as error:

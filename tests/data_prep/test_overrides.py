@@ -165,6 +165,18 @@ class TestIntervals:
         read = open_archive(path, overrides=Overrides(intervals={"tp": 3})).read(Part.FORECAST, 0).surface[:, :, 0]
         np.testing.assert_allclose(read, data.tp.values[0] * 3 * 3600 / 1000, rtol=1e-5)
 
+    @pytest.mark.parametrize("own", ["", "mm s-1"])
+    def test_units_of_a_mean_rate_are_stated_as_well(self, tmp_path, own):
+        """A file that states the same in other words is no contradiction."""
+        data = sums(24, 48, units=own, cell_methods="step: mean")
+        path = written(data, tmp_path / "a.nc")
+        said = {"units": {"tp": "kg m-2 s-1"}, "intervals": {"tp": 3}}
+        config = PrepareConfig(input=path, output=str(tmp_path / "s.zarr"), **said)
+        read = open_archive(path, overrides=Overrides.of(config)).read(Part.FORECAST, 0).surface[:, :, 0]
+        np.testing.assert_allclose(read, data.tp.values[0] * 3 * 3600 / 1000, rtol=1e-5)
+        with pytest.raises(UserError, match=r"units=\{t2m: kg m-2 s-1\}: .*cannot be converted to 'K'"):
+            PrepareConfig(input=path, output="s.zarr", units={"t2m": "kg m-2 s-1"})
+
     def test_a_file_that_states_others_is_refused(self, tmp_path):
         data = sums(24, 48).assign_coords(step=("step", [24.0, 48.0], {"units": "hours", "bounds": "step_bnds"}))
         data["step_bnds"] = ("step", "two"), [[0.0, 24.0], [24.0, 48.0]]
