@@ -25,7 +25,7 @@ def states(call):
 def test_nothing_follows_a_share_that_failed_until_it_is_mended(tmp_path):
     engine("ecflow_server"), engine("ecflow_client")
     environ = environment(tmp_path, STAND_IN.format(folder=tmp_path))
-    text = (SUITE / "ens.def").read_text().replace("@ENS@", str(SUITE)).replace("@DATA@", str(tmp_path / "data"))
+    text = (SUITE / "ens.def").read_text().replace("@ENS@", str(SUITE)).replace("@DATA@", str(tmp_path / "the data"))
     (tmp_path / "mine.def").write_text(text)
     with ecflow(tmp_path, environ) as call:
         call(f"--load={tmp_path / 'mine.def'}")
