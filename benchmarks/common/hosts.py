@@ -12,7 +12,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -149,17 +150,18 @@ def _start(command: Sequence[str], environment: dict[str, str]) -> subprocess.Po
 
 
 def _wait(started: Sequence[subprocess.Popen[str]], command: Sequence[str], seconds: float) -> None:
-    """Wait for all commands, and raise a UserError if one of them failed or takes too long."""
-    try:
-        told = [process.communicate(timeout=seconds)[1] for process in started]
-    except subprocess.TimeoutExpired as error:
-        raise UserError(f"{' '.join(command)}: took longer than {seconds:g} s") from error
-    finally:
-        for process in started:
-            if process.poll() is None:
-                os.killpg(process.pid, 9)
-                process.wait()
-    for process, text in zip(started, told, strict=True):
-        if process.returncode:
-            last = " | ".join(text.strip().splitlines()[-3:])
-            raise UserError(f"{' '.join(command)}: ended with status {process.returncode}: {last}")
+    """Wait for all commands. End those that are left, and raise a UserError, once one fails or they take too long."""
+    with ThreadPoolExecutor(len(started)) as pool:
+        waiting = {pool.submit(process.communicate): process for process in started}  # a full pipe would stop a rank
+        try:
+            for one in as_completed(waiting, seconds):
+                if status := waiting[one].returncode:
+                    last = " | ".join(one.result()[1].strip().splitlines()[-3:])
+                    raise UserError(f"{' '.join(command)}: ended with status {status}: {last}")
+        except TimeoutError as error:
+            raise UserError(f"{' '.join(command)}: took longer than {seconds:g} s") from error
+        finally:
+            for process in started:
+                if process.poll() is None:
+                    with suppress(ProcessLookupError):  # it has ended since
+                        os.killpg(process.pid, 9)

@@ -85,6 +85,22 @@ def test_a_rank_that_fails_is_told():
         Hosts(2).run(python("-c", "import os, sys; sys.exit(3 * (os.environ['RANK'] == '1'))"), seconds=30)
 
 
+def test_a_rank_that_fails_ends_those_that_would_wait_for_it():
+    """They went on to the time limit, hours in some sections, and nothing said what had failed."""
+    code = "import os, sys, time; sys.exit('the disk is full') if os.environ['RANK'] == '1' else time.sleep(60)"
+    with pytest.raises(UserError, match="status 1: the disk is full"):
+        Hosts(2).run(python("-c", code), seconds=50)
+
+
+def test_a_rank_may_say_much_while_another_is_waited_for(tmp_path):
+    code = (
+        "import os, sys, time, pathlib; said = pathlib.Path(sys.argv[1])\n"
+        "if os.environ['RANK'] == '1': sys.stderr.write('x' * 300_000); said.touch()\n"
+        "while not said.exists(): time.sleep(0.01)"
+    )
+    Hosts(2).run(python("-c", code, str(tmp_path / "said")), seconds=30)
+
+
 def test_quality_reads_a_log(tmp_path):
     lines = [
         {"step": 10, "loss": 2.0, "samples_per_s": 8.0, "sent_mb": 0.5},
