@@ -5,12 +5,13 @@ import logging
 import re
 import sys
 import threading
-import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from running import weights
 
+from ensemble_ml import pulse
 from ensemble_ml.pulse import Pulse
 from ensemble_ml.training import judge, point_fit, progress, train, trainer
 from ensemble_ml.training.climate_data import Dates
@@ -98,27 +99,54 @@ def test_only_a_bound_makes_a_fit_late(clock):
     assert bounded.is_late()
 
 
-def test_silence_ends_with_a_line(caplog):
-    caplog.set_level(logging.INFO)
-    with Pulse(lambda: "fit 3 of 9", every=0.2):
-        until = time.monotonic() + 0.6
-        while time.monotonic() < until:  # others write lines
+class Waits:
+    """The event that ends a pulse, by a clock that a test sets: time passes while it is waited for, and others log."""
+
+    def __init__(self, clock, seconds, lines=()):
+        self.clock, self.end, self.lines, self.count = clock, clock.now + seconds, list(lines), 0
+
+    def wait(self, seconds):
+        self.count += 1
+        until = min(self.clock.now + seconds, self.end)
+        while self.lines and self.lines[0] <= until:
+            self.clock.now = self.lines.pop(0)
             logging.getLogger("ensemble_ml.other").info("a line")
-            time.sleep(0.01)
-        assert "fit 3 of 9" not in caplog.text
-        time.sleep(1.0)
-        assert 2 <= caplog.text.count("fit 3 of 9") <= 5
-    caplog.clear()
-    time.sleep(0.5)
-    assert not caplog.records
+            self.count = 0
+        self.clock.now = until
+        return until == self.end or self.count > 100
+
+    def set(self):
+        """Do nothing: the end comes by the clock."""
 
 
-def test_where_lines_are_not_shown_nothing_spins(caplog):
+@pytest.fixture
+def pulsing(monkeypatch):
+    """Run a pulse of 20 s by a clock for so many seconds, in which others log at `lines`; return how often it woke."""
+
+    def run(text, seconds, lines=()):
+        clock = Clock()
+        waits = Waits(clock, seconds, (clock.now + at for at in lines))
+        monkeypatch.setattr(pulse, "time", clock)
+        monkeypatch.setattr(pulse, "threading", SimpleNamespace(Event=lambda: waits, Thread=threading.Thread))
+        with Pulse(text):
+            pass
+        assert "pulse" not in {thread.name for thread in threading.enumerate()}
+        return waits.count
+
+    return run
+
+
+def test_silence_ends_with_a_line(caplog, pulsing):
+    caplog.set_level(logging.INFO)
+    pulsing(lambda: "fit 3 of 9", 150, lines=range(1, 61))
+    assert [record.message for record in caplog.records] == ["a line"] * 60 + ["fit 3 of 9"] * 4  # at 80, 100, 120, 140
+
+
+def test_where_lines_are_not_shown_nothing_spins(caplog, pulsing):
     asked = []
     caplog.set_level(logging.WARNING)  # as in a Python program that has set up no log
-    with Pulse(lambda: str(asked.append(None)), every=0.1):
-        time.sleep(0.55)
-    assert 1 <= len(asked) <= 5
+    assert pulsing(lambda: str(asked.append(None)), 110) == 6
+    assert len(asked) == 5
 
 
 @pytest.mark.slow
