@@ -1,11 +1,12 @@
 """Collectives against what they are defined to give, on real processes; bytes against the formulas."""
 
 import time
+from types import SimpleNamespace
 
 import torch
 from parallel.ranks import run_ranks
 
-from ensemble_ml.distributed import Mesh, NullCommunicator
+from ensemble_ml.distributed import Mesh, NullCommunicator, communicator
 from ensemble_ml.distributed.communicator import agreed_extremes
 
 
@@ -56,10 +57,19 @@ def collectives(session):
     return found, sent
 
 
-def late(session):
-    """Rank 1 comes half a second late, then keeps what it began waiting half a second; and a barrier."""
-    comm, found = session.mesh.world, []
+def late(session, clock):
+    """Rank 1 comes half a second late, then keeps what it began waiting half a second; and a barrier.
+
+    `clock` (3,) is shared: seconds, which pass while rank 1 is late alone, and how often each rank has read them.
+    """
+    comm, rank, found = session.mesh.world, session.topology.rank, []
     x = torch.zeros(3)
+
+    def now():
+        clock[1 + rank] += 1
+        return clock[0].item()
+
+    communicator.time = SimpleNamespace(perf_counter=now)
 
     def waited(call):
         before = comm.seconds_waited
@@ -68,7 +78,10 @@ def late(session):
 
     def first_waits(call):
         comm.barrier()
-        time.sleep(0.5 * session.topology.rank)
+        if rank == 1:
+            while clock[1] <= clock[2]:  # both read the clock alike, so the other does not wait yet
+                time.sleep(0.001)
+            clock[0] += 0.5
         waited(call)
 
     first_waits(lambda: comm.all_reduce(x))
@@ -76,16 +89,16 @@ def late(session):
     first_waits(lambda: comm.all_reduce(x, async_op=True).wait())
     comm.barrier()
     pending = comm.all_reduce(x, async_op=True)
-    time.sleep(0.5)  # the caller does something else
+    clock[0] += 0.5 * rank  # the caller does something else
+    comm.barrier()
     waited(pending.wait)
     assert session.mesh.seconds_waited >= comm.seconds_waited
     return found
 
 
 def test_waits_are_those_of_the_caller():
-    first, second = run_ranks(late, 2)
-    assert min(first[:3]) > 0.3 and first[3] < 0.3
-    assert max(second) < 0.3
+    clock = torch.zeros(3, dtype=torch.float64).share_memory_()
+    assert run_ranks(late, 2, clock) == [[0.5, 0.5, 0.5, 0.0], [0.0] * 4]
     one = NullCommunicator()
     one.all_reduce(torch.zeros(3))
     assert one.seconds_waited == 0
