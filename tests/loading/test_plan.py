@@ -146,20 +146,20 @@ def test_nonsense_is_refused(wrong):
 
 def test_plans_a_thousand_ranks_fast():
     # Twenty epochs of 100,000 samples: 1 % of the size that the design names, in 1 % of its minute.
-    began = time.perf_counter()
+    began = time.process_time()
     plan = Plan(Order(1, 100_000, 4096), 20, np.full(100_000, 10**7), Room(10**9), 1024)
     used = sum(len(plan.reads(epoch, 7).sample) for epoch in range(20))
     assert used == pytest.approx(20 * 100_000 / 1024, rel=0.05)
-    assert time.perf_counter() - began < 6
+    assert time.process_time() - began < 6
 
 
 @pytest.mark.parametrize("heads", [False, True])
 def test_a_thousand_ranks_find_place_for_samples_of_all_sizes_fast(heads):
     # Where sizes differ every cache has an end that fits none: a search through all samples for each took 6 s.
     sizes = np.random.default_rng(0).integers(900, 1100, 200_000)
-    began = time.perf_counter()
+    began = time.process_time()
     where = place(Order(0, len(sizes), 8192), 1024, sizes, Room(100_000), heads=heads)
-    assert time.perf_counter() - began < 2
+    assert time.process_time() - began < 2
     assert (where.kept.sum() == 1024 * 100_000) == heads
 
 

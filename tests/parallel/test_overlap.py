@@ -1,10 +1,11 @@
 """Convolutions that compute while their halo travels: the choice, and what travels meanwhile."""
 
-import time
+from types import SimpleNamespace
 
 import torch
 from parallel.ranks import run_ranks
 
+from ensemble_ml.distributed import overlap
 from ensemble_ml.distributed.halo import Across, Side
 from ensemble_ml.distributed.overlap import Overlap, Window, choose_overlap, halo_conv
 from ensemble_ml.models.padding import Beyond, EdgeRule
@@ -97,17 +98,20 @@ def test_autocast_leaves_float64_alone():
 
 
 def chosen(session, slow):
-    switch, seen = Overlap(), []
+    """Choose by a clock that steps alone let pass: 2 s, and on the second rank 3 s in the slow way."""
+    switch, seen, clock = Overlap(), [], [0.0]
+    overlap.time = SimpleNamespace(perf_counter=lambda: clock[0])
 
     def step():
         seen.append(switch.on)
-        if switch.on == slow:
-            time.sleep(0.02 * (1 + session.topology.rank))
+        clock[0] += 2.0 + session.topology.rank * (switch.on == slow)
 
     found = choose_overlap(switch, step, session.mesh.world)
-    return switch.on, found["on" if slow else "off"] >= 0.04, seen
+    return switch.on, found, seen
 
 
 def test_the_faster_way_is_taken_by_all_ranks():
+    """The second rank alone is slower in one way, and decides for both."""
     for slow in (True, False):
-        assert run_ranks(chosen, 2, slow, lat=2) == [(not slow, True, [False, True] * 4)] * 2
+        found = {"on" if slow else "off": 3.0, "off" if slow else "on": 2.0}
+        assert run_ranks(chosen, 2, slow, lat=2) == [(not slow, found, [False, True] * 4)] * 2
