@@ -54,13 +54,14 @@ def row(claim: dict, figures: dict) -> str:
 
 
 def reach(claim: dict, figures: dict) -> tuple[float, float] | None:
-    """Return the range of the figure whose median is the value of a claim in the same unit; None without a range."""
-    for figure in figures.values():
-        ends = figure["min"], figure["max"]
-        alike = figure["median"] == claim["value"] and figure["unit"] == claim["unit"]
-        if alike and None not in ends and ends[0] < ends[1]:
-            return ends
-    return None
+    """Return the range of the figure whose median is the value of a claim in the same unit; None without a range.
+
+    Of several such figures, as many counts are zero, it is the one with the words of the claim.
+    """
+    alike = {n: f for n, f in figures.items() if (f["median"], f["unit"]) == (claim["value"], claim["unit"])}
+    own = alike.get(claim["claim"]) or (next(iter(alike.values())) if len(alike) == 1 else {"min": None, "max": None})
+    ends = own["min"], own["max"]
+    return ends if None not in ends and ends[0] < ends[1] else None
 
 
 def shown(value: float | str | None) -> str:

@@ -90,6 +90,9 @@ def test_ranges_are_those_of_the_claims_own_figure():
     ends = {"none": figure | {"min": None, "max": None, "unit": "bytes"}, "other": figure}
     assert table.reach(claim, ends) is None
     assert table.reach(claim | {"unit": "%"}, ends) == (-1.0, 3.0)
+    several = ends | {"third": figure | {"min": 0.0, "max": 0.0}}  # counts that are zero by chance
+    assert table.reach(claim | {"unit": "%"}, several) is None
+    assert table.reach(claim | {"unit": "%"}, several | {"a": figure}) == (-1.0, 3.0)
 
 
 def test_without_scores_it_says_what_to_run(tmp_path):
