@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+
+from ensemble_ml.distributed.world import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 HOME = Path(os.environ.get("ENSEMBLE_ML_ENGINES", ROOT / ".engines"))
@@ -169,11 +169,3 @@ def ecflow(folder: Path, environ: Mapping[str, str]) -> Iterator[Callable[..., s
         wait_for(lambda: call("--ping"), "the ecFlow server", 60)
         call("--restart")  # it is halted at first
         yield call
-
-
-def free_port() -> int:
-    """Return a port of the loopback that is free now, below those that the kernel hands out: ecFlow takes no other."""
-    while True:
-        with contextlib.suppress(OSError), socket.socket() as asked:
-            asked.bind(("127.0.0.1", random.SystemRandom().randrange(20_000, 32_000)))
-            return asked.getsockname()[1]

@@ -19,7 +19,9 @@ from __future__ import annotations
 import re
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from random import SystemRandom
 from typing import NamedTuple
 
 from ensemble_ml.config import Launcher
@@ -193,7 +195,14 @@ def first_host(nodes: str) -> str:
 
 
 def free_port() -> int:
-    """Return a port of this machine that is free now, for ranks that are started on this machine."""
+    """Return a port of this machine that is free now, for programs that are started on this machine.
+
+    It lies below those that the kernel hands out, or another program's connection might take it before it is in use.
+    """
     with socket.socket() as probe:
+        for port in SystemRandom().sample(range(20_000, 32_000), 50):
+            with suppress(OSError):
+                probe.bind(("", port))
+                return port
         probe.bind(("", 0))
         return int(probe.getsockname()[1])

@@ -3,11 +3,13 @@
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -200,6 +202,18 @@ def test_a_rank_that_waits_for_the_others_can_be_stopped(tmp_path, rank):
         one.send_signal(signal.SIGINT)
         _, said = one.communicate(timeout=60)
     assert time.monotonic() - began < 20 and b"KeyboardInterrupt" in said
+
+
+def test_a_free_port_is_none_that_a_connection_may_take_meanwhile():
+    """A job listens there seconds later, when torch is imported."""
+    handed_out = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    if handed_out < 32_000:
+        pytest.skip("the kernel of this machine hands out nearly all ports")
+    ports = {free_port() for _ in range(20)}
+    assert max(ports) < handed_out and len(ports) > 1
+    with socket.socket() as taken:
+        taken.bind(("", min(ports)))
+        assert min(ports) not in {free_port() for _ in range(20)}
 
 
 def test_ranks_that_do_not_come_are_named(monkeypatch):

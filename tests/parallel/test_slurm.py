@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 from stores import make_store
 
+from ensemble_ml.distributed.world import free_port
 from ensemble_ml.training import load_checkpoint
 from ensemble_ml.training.tracking import read_log
 
@@ -22,9 +22,7 @@ def store(tmp_path_factory):
 
 def ranks(store, output, steps, restarts=0):
     """Start both ranks of a job step."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     settings = [
         "run=a", f"output={output}", f"data.store={store}", "data.train=[2001]", "data.members=[2]", f"steps={steps}",
         "model.hidden=4", "model.linear=false",
