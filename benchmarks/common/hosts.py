@@ -7,6 +7,8 @@ MASTER_ADDR and MASTER_PORT, and the kernel counts the bytes that cross its inte
 
 from __future__ import annotations
 
+import fcntl
+import logging
 import os
 import shutil
 import subprocess
@@ -21,7 +23,10 @@ from ensemble_ml.distributed.world import free_port
 from ensemble_ml.errors import UserError
 from ensemble_ml.machine import cores
 
+log = logging.getLogger(__name__)
+
 _WORDS = {"none": "unshaped", "100mbit": "100 Mbit", "1gbit": "1 Gbit"}
+_LOCK = Path("/run/ensemble_ml-links.lock")  # /run is where the namespaces have their names, too
 LINKS = Path(__file__).resolve().parents[2] / "scripts" / "links.sh"
 
 
@@ -115,20 +120,28 @@ def _control_groups(root: Path = Path("/sys/fs/cgroup")) -> bool:
 def linked(count: int, rate: str, cores: float | None = None) -> Iterator[Hosts]:
     """Provide hosts joined by links of `rate`, which are removed at the end.
 
+    Their names are the same for all programs of a machine, so another that has such hosts is waited for.
+
     Args:
         count: number of hosts.
         rate: rate of the links as tc writes it.
         cores: cores for each host, or None.
     """
-    try:
-        made = subprocess.run(["bash", str(LINKS), "up", str(count), rate], check=False, capture_output=True, text=True)
-        if made.returncode:
-            raise UserError(
-                f"links of {rate} between {count} hosts: {' | '.join(made.stderr.strip().splitlines()[-2:])}"
-            )
-        yield Hosts(count, rate, cores)
-    finally:
-        subprocess.run(["bash", str(LINKS), "down", str(count)], check=False, capture_output=True)
+    with _LOCK.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.info("another program has hosts joined by links; they are waited for")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            up = ["bash", str(LINKS), "up", str(count), rate]
+            made = subprocess.run(up, check=False, capture_output=True, text=True)
+            if made.returncode:
+                told = " | ".join(made.stderr.strip().splitlines()[-2:])
+                raise UserError(f"links of {rate} between {count} hosts: {told}")
+            yield Hosts(count, rate, cores)
+        finally:
+            subprocess.run(["bash", str(LINKS), "down", str(count)], check=False, capture_output=True)
 
 
 def python(*arguments: str) -> list[str]:
