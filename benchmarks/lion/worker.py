@@ -52,7 +52,9 @@ BALLOTS = "vote, 1 bit, of packed ballots"
 
 
 def communication(session: Session, job: dict[str, Any]) -> dict[str, list[float]]:
-    """Time each exchange of `elements` numbers without training, then the parts from which its time is predicted.
+    """Time each exchange of `elements` numbers without training, and the parts from which its time is predicted.
+
+    They take turns, so that other load on the machine affects all alike.
 
     Args:
         session: the ranks.
@@ -78,19 +80,17 @@ def communication(session: Session, job: dict[str, Any]) -> dict[str, list[float
         sizes = [max(1, length // group.size)] * group.size
         sent, came = packed[: sum(sizes)].clone(), packed[: sum(sizes)].clone()
         forms[f"all-to-all, {name}"] = lambda _, s=sent, c=came, n=sizes: group.all_to_all_single(c, s, n, n)  # type: ignore[misc]
-    found: dict[str, list[float]] = {}
-    for name, form in forms.items():
-        times = []
-        for step in range(job["repeats"] + 1):
+    found: dict[str, list[float]] = {name: [] for name in forms}
+    for step in range(job["repeats"] + 1):
+        for name, form in forms.items():
             flat.fill_(1.0)
             half.fill_(1.0)
             group.barrier()
             began = time.perf_counter()
             form(step)
             group.barrier()
-            times.append(time.perf_counter() - began)
-        found[name] = times[1:]
-    return found
+            found[name].append(time.perf_counter() - began)
+    return {name: times[1:] for name, times in found.items()}
 
 
 def _exchange_ballots(ballots: Tensor, group: Communicator, step: int) -> None:

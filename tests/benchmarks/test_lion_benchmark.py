@@ -8,12 +8,14 @@ import socket
 import subprocess
 import sys
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
+from parallel.simulated import on_ranks
 
 from benchmarks.common.hosts import Hosts, python
 from benchmarks.lion import benchmark as lion
-from benchmarks.lion import quality, simulation
+from benchmarks.lion import quality, simulation, worker
 from benchmarks.lion.trials import Training, quickstart_config
 from benchmarks.lion.worker import interface_bytes
 from ensemble_ml.cli import build_config, compose_config
@@ -78,6 +80,17 @@ def test_predicted_step_time():
     seconds = {"all-to-all, small": [0.3], "all-to-all, large": [0.9], "packing": [6.4]}
     found = simulation.Costs.measured(seconds, 64, 4)
     assert (found.alpha, found.beta, found.pack) == pytest.approx((0.1, 0.1, 0.1))
+
+
+def test_exchanges_alone_take_turns(monkeypatch):
+    """Each had all its runs in a row, so that load that came and went hit one and spared another."""
+    bits = []
+    monkeypatch.setattr(worker, "sign_allreduce", lambda u, n, *_, **__: bits.append(n))
+    job = {"elements": 1 << 12, "repeats": 2}
+    [found] = on_ranks(
+        1, lambda group: worker.communication(SimpleNamespace(mesh=SimpleNamespace(world=group), topology=group), job)
+    )
+    assert bits == [1, 2, 4, 8] * 3 and {len(times) for times in found.values()} == {2}
 
 
 def test_a_rank_that_fails_is_told():
