@@ -31,7 +31,7 @@ from ensemble_ml.store.date import AHEAD, DateWriter
 from ensemble_ml.store.manifest import Sources
 from ensemble_ml.store.plan import BuildPlan
 from ensemble_ml.store.schema import Kind
-from ensemble_ml.wording import hour_text
+from ensemble_ml.wording import date_text
 
 log = logging.getLogger(__name__)
 
@@ -154,7 +154,7 @@ class Job:
             with build.date(date, pool) as writer:
                 for part in self.plan.wanted:
                     self._part(writer, part, date, stopped)
-        log.debug("init time %s: built", hour_text(self.plan.layout.init_time[date]))
+        log.debug("init time %s: built", date_text(self.plan.layout.init_time[date]))
         return True
 
     def _part(self, writer: DateWriter, part: Part, date: int, stopped: Callable[[], bool]) -> None:
@@ -240,7 +240,7 @@ def _provenance(config: PrepareConfig, both: Pair, gaps: list[Gap]) -> dict[str,
     """Return what the store records about its origin: inputs, settings and missing init times."""
     kept = {name: getattr(config, name) for name in _KEPT}
     skipped = {gap.start for gap in gaps} if config.gaps is Gaps.skip else set()
-    starts = [start for date in holes(both.layout.init_time) if (start := hour_text(date)) not in skipped]
+    starts = [start for date in holes(both.layout.init_time) if (start := date_text(date)) not in skipped]
     if gaps or starts:
         kept["gaps"] = kept_gaps(gaps, config.gaps, starts)
     return {

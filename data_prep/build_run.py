@@ -39,7 +39,7 @@ from ensemble_ml.config import Executor, PrepareConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.machine import cores, keep_freed_memory
 from ensemble_ml.store.build import Build
-from ensemble_ml.wording import hour_text
+from ensemble_ml.wording import date_text
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ def run(config: PrepareConfig, job: Job, build: Build) -> bool:
 def _log_built(job: Job, build: Build, count: int, left: int) -> None:
     """Log how many of `count` init times are built already, and which of the `left` ones are built again."""
     for path, dates in build.outdated.items():
-        first = hour_text(job.plan.layout.init_time[min(dates)])
+        first = date_text(job.plan.layout.init_time[min(dates)])
         counts = f"{len(dates)} init times (first {first})"
         log.warning("%s: changed since %s were built from it; they are built again", path, counts)
     _warn_superseded(job, build)
@@ -103,7 +103,7 @@ def _log_built(job: Job, build: Build, count: int, left: int) -> None:
 def _warn_superseded(job: Job, build: Build) -> None:
     """Warn of init times that were built from other fields than the archive has now."""
     if build.superseded:
-        first = hour_text(job.plan.layout.init_time[min(build.superseded)])
+        first = date_text(job.plan.layout.init_time[min(build.superseded)])
         text = "%s: %d init times (first %s) were built from other fields than the archive has now; build them again"
         log.warning(text, build.path, len(build.superseded), first)
 
@@ -185,7 +185,7 @@ def _result(future: Future[bool], job: Job, dates: list[int]) -> bool:
 
 def _died(job: Job, dates: list[int], error: BaseException) -> UserError:
     """Return the error for a dead worker, which names the init times under way."""
-    times = ", ".join(hour_text(job.plan.layout.init_time[date]) for date in sorted(dates)[:4])
+    times = ", ".join(date_text(job.plan.layout.init_time[date]) for date in sorted(dates)[:4])
     more = f" and {len(dates) - 4} more" if len(dates) > 4 else ""
     return UserError(
         f"a worker died while it built init time {times}{more} ({type(error).__name__}: killed, or out of memory); "

@@ -21,7 +21,7 @@ from ensemble_ml.config import Gaps
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import field
 from ensemble_ml.store.source import Layout, Part
-from ensemble_ml.wording import dates_text, hour_text
+from ensemble_ml.wording import date_text, dates_text
 
 _SHOWN = 10  # number of gaps that are named one by one
 _USUAL = 0.75  # a series is regular if at least this fraction of the steps between its init times are the usual ones
@@ -51,7 +51,7 @@ def find_gaps(source: ArchiveSource, part: Part = Part.FORECAST) -> list[Gap]:
     # A field is expected if any init time and member has it, or if there are records of it that cannot be combined.
     anywhere = [np.any([both[surface].any(0) for both in every], axis=0) | lost[surface] for surface in (False, True)]
     for date, both in enumerate(every):
-        start = hour_text(lay.init_time[date])
+        start = date_text(lay.init_time[date])
         for member in range(len(both[0])):
             lacking = [np.argwhere(anywhere[surface] & ~both[surface][member]) for surface in (0, 1)]
             count = sum(map(len, lacking))
@@ -77,7 +77,7 @@ def find_truth_gaps(truth: ArchiveTruth) -> list[Gap]:
             surface = not len(lacking[0])
             place = lacking[surface][0].tolist()
             start = lay.init_time[date]
-            found.append(Gap(date, hour_text(start), _truth_text(truth, start, surface, place), count))
+            found.append(Gap(date, date_text(start), _truth_text(truth, start, surface, place), count))
     return found
 
 
@@ -86,8 +86,8 @@ def _truth_text(truth: ArchiveTruth, start: np.datetime64, surface: bool, place:
     what, hours = _named(truth.layout, surface, place)
     span = truth.span((truth.layout.surface if surface else truth.layout.variables)[place[1]], place[0])
     over = f" over hours {span[0]} to {span[1]}" if span else ""
-    valid = hour_text(start + np.timedelta64(hours, "h"))
-    return f"lacks {what}{over} at {valid}, which verifies the init time {hour_text(start)} at lead {hours} h"
+    valid = date_text(start + np.timedelta64(hours, "h"))
+    return f"lacks {what}{over} at {valid}, which verifies the init time {date_text(start)} at lead {hours} h"
 
 
 def _named(lay: Layout, surface: bool, place: list[int]) -> tuple[str, int]:

@@ -19,7 +19,7 @@ from ensemble_ml.store import is_store, open_store
 from ensemble_ml.store.build import Build
 from ensemble_ml.store.metadata import plan_digest
 from ensemble_ml.store.remote import is_remote, url_of
-from ensemble_ml.wording import dates_of, hour_text, shortened
+from ensemble_ml.wording import date_text, dates_of, shortened
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ def _log_gaps(job: Job) -> None:
         log.warning("%s: %s; %s (gaps=%s)", job.source.path, listed(job.gaps), done, job.config.gaps.value)
     missing = dates_of(job.plan.provenance.get("gaps", {}).get("starts", ""))
     if len(missing):
-        shown = shortened([hour_text(start) for start in missing])
+        shown = shortened([date_text(start) for start in missing])
         log.warning("%s: %d init times of a regular series are missing: %s", job.source.path, len(missing), shown)
 
 

@@ -20,7 +20,7 @@ from ensemble_ml.fields import FIELDS, Field
 from ensemble_ml.grid import Grid
 from ensemble_ml.store import native
 from ensemble_ml.store.packing import dequantise
-from ensemble_ml.wording import hour_text
+from ensemble_ml.wording import date_text
 
 if TYPE_CHECKING:
     from data_prep.file_index import FileIndex
@@ -258,5 +258,5 @@ def variable_text(field: Field, level: int) -> str:
 def describe(record: np.void) -> str:
     """Return a record as messages show it, e.g. `t at 500 hPa, member 7, 2001-01-03T00, lead 48 h`."""
     member = "control" if record["kind"] == CONTROL else f"member {record['member']}"
-    where = f"{member}, {hour_text(record['init'])}, lead {record['lead']} h"
+    where = f"{member}, {date_text(record['init'])}, lead {record['lead']} h"
     return f"{variable_text(field_of(record), int(record['level']))}, {where}"

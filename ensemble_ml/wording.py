@@ -16,16 +16,10 @@ _SHORTEST = 3  # fewest dates of a series; two single dates are as short and eas
 _REACH = 16  # how many of the next dates are tried as the second one of a series, because series may alternate
 
 
-def hour_text(time: np.datetime64) -> str:
-    """Return an init time or valid time, cut to the hour, e.g. 2001-01-31T12."""
-    return str(time.astype("datetime64[h]"))
-
-
 def date_text(time: np.datetime64) -> str:
     """Return an init time by ISO 8601, as short as it can be without loss, e.g. 2001-01-31T12 or 2001-01-31T12:30."""
-    since = int(time.astype("datetime64[ns]").astype(np.int64))
-    unit = next((unit.lower() for unit, size in _UNITS.items() if since % size == 0), "ns")
-    return str(time.astype(f"datetime64[{unit}]"))
+    shorter = (time.astype(f"datetime64[{unit}]") for unit in "hms")
+    return str(next((short for short in shorter if short == time), time))
 
 
 def dates_text(dates: Iterable[np.datetime64 | str]) -> str:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from ensemble_ml.fields import Family
 from ensemble_ml.fields import field as registered
 from ensemble_ml.models import ModelSpec
@@ -164,11 +166,11 @@ def _split(meta: Mapping[str, Any], scores: Mapping[str, Any] | None) -> str:
     chose = meta["validation_dates"] and best.get("step") == meta["step"]
     chosen = f"{'The validation dates' if chose else 'No date'} chose the checkpoint; "
     parts = (meta["training_dates"], meta["validation_dates"], *earlier.values())
-    seen = {str(date)[:13] for dates in parts for date in dates}
+    seen = {np.datetime64(date, "ns") for dates in parts for date in dates}
     if scores is None:
         apart = "no test dates are known"
     else:
-        tested = sum(str(date)[:13] in seen for date in scores["dates"]["test"])
+        tested = sum(np.datetime64(date, "ns") in seen for date in scores["dates"]["test"])
         apart = f"{tested} test dates had a part in training" if tested else "test dates had no part in training"
     return f"## Split\n\n{_table(('', 'init times', 'from', 'to'), rows)}\n\n{chosen}{apart}."
 

@@ -23,7 +23,7 @@ from ensemble_ml.store.contents import Contents, contents_of
 from ensemble_ml.store.manifest import CLIMATE, stamp
 from ensemble_ml.store.schema import FORMAT, Kind
 from ensemble_ml.store.source import Part, Selection
-from ensemble_ml.wording import dates_of, hour_text, shortened
+from ensemble_ml.wording import date_text, dates_of, shortened
 
 _FLOAT32 = 4  # bytes of a value
 _GAPS_LISTED = 20  # most init times with gaps that are listed for each part
@@ -95,7 +95,7 @@ def _refuse_incomplete(contents: Contents) -> None:
     times = contents.layout.init_time
     missing = np.delete(times, contents.done)
     if len(missing):
-        said = f"{len(missing)} of {len(times)} init times are not built: {shortened([hour_text(t) for t in missing])}"
+        said = f"{len(missing)} of {len(times)} init times are not built: {shortened([date_text(t) for t in missing])}"
         raise UserError(f"{contents.path}: {said}; run prepare again, or those of its shares that failed")
     if contents.source is None:
         raise UserError(f"{contents.path}: all init times are built, but the store is not finished; run prepare again")
@@ -104,7 +104,7 @@ def _refuse_incomplete(contents: Contents) -> None:
     lacking = [gaps.get("starts", ""), gaps.get("dates", "") if gaps.get("policy") == Gaps.skip.value else ""]
     left_out = dates_of(" ".join(text if isinstance(text, str) else " ".join(text) for text in lacking))
     if len(left_out):
-        said = shortened([hour_text(start) for start in left_out])
+        said = shortened([date_text(start) for start in left_out])
         raise UserError(f"{contents.path}: {len(left_out)} init times are not in the store: {said}")
 
 
@@ -160,7 +160,7 @@ class Presences:
             gone = [w & ~t for w, t in zip(anywhere, self.contents.present(part, date), strict=True)]
             total = int(sum(one.sum() for one in gone))
             if total:
-                when = hour_text(self.contents.layout.init_time[date])
+                when = date_text(self.contents.layout.init_time[date])
                 yield when, total, self._phrase(part, gone, total)
 
     def _phrase(self, part: Part, gone: list[np.ndarray], total: int) -> str:
@@ -286,7 +286,7 @@ def read_speed(contents: Contents, date: int) -> dict[str, Any]:
     seconds = time.perf_counter() - start
     return {
         "part": part.value,
-        "date": hour_text(lay.init_time[date]),
+        "date": date_text(lay.init_time[date]),
         "decoded_mb": round(decoded / 1e6, 3),
         "seconds": round(seconds, 4),
         "mb_per_s": round(decoded / 1e6 / seconds, 1),
@@ -344,7 +344,7 @@ def _gaps(found: dict[str, Any]) -> Iterator[str]:
             yield f"  and {gap['dates'] - len(gap['first'])} more init times"
     if starts := found["provenance"].get("gaps", {}).get("starts"):
         # Older stores hold a list of dates instead of a string.
-        dates = [hour_text(start) for start in dates_of(starts if isinstance(starts, str) else " ".join(starts))]
+        dates = [date_text(start) for start in dates_of(starts if isinstance(starts, str) else " ".join(starts))]
         yield f"Regularly spaced except for {_count(len(dates), 'init time')}: {shortened(dates, _STARTS)}"
     for name, share in found["masked"].items():
         yield f"Masked: {name} has no value at {100 * share:.1f} % of the forecast's points"

@@ -12,7 +12,6 @@ from data_prep.grib import GribFile
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import by_param_id, field
 from ensemble_ml.store import Part
-from ensemble_ml.wording import hour_text
 
 HIDDEN = noise(GLOBE, 1, 0, 1) > 1
 MESSAGES = [
@@ -79,8 +78,8 @@ def test_flipped_header_bytes(tmp_path_factory, content, data):
     known = by_param_id(keys["paramId"])
     assert known is not None and field(known.name).surface == (record["level"] == 0 or known.surface)
     assert (int(record["member"]), int(record["lead"])) == (keys["number"], keys["endStep"])
-    start = f"{keys['dataDate']:08d}T{keys['dataTime'] // 100:02d}"
-    assert hour_text(record["init"]).replace("-", "") == start
+    start = f"{keys['dataDate']:08d}T{keys['dataTime']:04d}"
+    assert str(record["init"].astype("datetime64[m]")).replace("-", "").replace(":", "") == start
     if not known.surface:
         assert record["level"] in (keys["level"], keys["level"] / 100)
 

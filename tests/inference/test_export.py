@@ -175,6 +175,9 @@ def test_a_card_counts_test_dates_that_earlier_runs_have_seen(trained):
     card = model_card(checkpoint.spec, checkpoint.meta | {"earlier_dates": earlier}, scores)
     assert "| training of earlier runs | 1 | 2001-01-12 | 2001-01-12 |\n| validation of earlier runs | 0 |" in card
     assert "1 test dates had a part in training" in card
+    earlier = {"training": ["2001-01-12T00:30"], "validation": []}  # another init time than that of the test
+    card = model_card(checkpoint.spec, checkpoint.meta | {"earlier_dates": earlier}, scores)
+    assert "test dates had no part in training" in card
 
 
 def test_a_card_without_scores_says_so(trained, tmp_path):
