@@ -36,5 +36,5 @@ ground=()
   ground=(orography=$data/archive/forecast_static.grib truth_orography=$data/archive/static.grib)
 say "6/6 evaluate: beside the raw ensemble and statistical baselines"
 ensemble-ml evaluate forecast=$run/forecast baselines=$run/emos ensemble=$data/store.zarr truth=$data/store.zarr \
-  "${ground[@]}" members_in=5 output=$run overwrite=true
+  ${ground[@]+"${ground[@]}"} members_in=5 output=$run overwrite=true
 say "done: $run/report.html, $run/scores.json, $run/forecast/*.nc"
