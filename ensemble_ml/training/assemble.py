@@ -156,11 +156,6 @@ def assemble(
     session, progress = session or solo(), progress or Progress()
     topology = session.topology
     train, validation = whole_dates(config, reader)
-    if topology.trainer > 1 and not len(validation):
-        raise UserError(
-            f"data.validation={config.data.validation}: no init time has the members that are needed, and trainers"
-            " compete by their scores on these; give others"
-        )
     own_train = setup.own_dates(config, train, topology.place.trainer)
     _refuse_idle_voters(config, session, len(own_train))
     _tell_of_short_batches(config, topology.data, len(own_train))
@@ -179,23 +174,7 @@ def assemble(
         partition_model(state.model, session.mesh, overlap)
         if config.parallel.shard > 1:
             _share_weights(config, state, session)
-    # With a number in the place of `data=auto`, a run that is resumed with `lat=auto` knows its mesh.
-    recorded = replace(config, parallel=replace(config.parallel, data=topology.data))
-    facts = {
-        "config": agreement.plain_config(recorded),
-        "spec": reader.spec.to_json(),
-        "training_dates": [iso(t) for t in reader.source.layout.init_time[train]],
-        "validation_dates": [iso(t) for t in reader.source.layout.init_time[validation]],
-        "versions": setup.versions(),
-        "data_fingerprint": reader.source.fingerprint(),
-        "lead_bounds": bounds_at(reader.source, (*reader.spec.variables, *reader.spec.surface), reader.spec.leads_in),
-        "full_members": reader.full_size,
-        "threads": threads,
-        "device": device_name(session.device),
-        "seeds": {"seed": config.seed},
-        "trainer": topology.place.trainer,
-        **found,
-    }
+    facts = _facts(config, reader, train, validation, session) | {"threads": threads, **found}
     # If ranks may be some steps apart, each takes the mean over its own samples: a sum over ranks would wait for all.
     sharing = session.mesh.spatial if state.exchange.slack else session.mesh.model
     loss = _loss(config, reader.spec, state, shard, sharing)
@@ -214,6 +193,28 @@ def assemble(
         state.restore(checkpoint)
         run.take_settings(state.varied)
     return run
+
+
+def _facts(
+    config: TrainConfig, reader: Reader, train: np.ndarray, validation: np.ndarray, session: Session
+) -> dict[str, Any]:
+    """Return what every checkpoint of a run records beside its state and what its fits have found."""
+    source, spec, topology = reader.source, reader.spec, session.topology
+    # With a number in the place of `data=auto`, a run that is resumed with `lat=auto` knows its mesh.
+    recorded = replace(config, parallel=replace(config.parallel, data=topology.data))
+    return {
+        "config": agreement.plain_config(recorded),
+        "spec": spec.to_json(),
+        "training_dates": [iso(t) for t in source.layout.init_time[train]],
+        "validation_dates": [iso(t) for t in source.layout.init_time[validation]],
+        "versions": setup.versions(),
+        "data_fingerprint": source.fingerprint(),
+        "lead_bounds": bounds_at(source, (*spec.variables, *spec.surface), spec.leads_in),
+        "full_members": reader.full_size,
+        "device": device_name(session.device),
+        "seeds": {"seed": config.seed},
+        "trainer": topology.place.trainer,
+    }
 
 
 def whole_dates(config: TrainConfig, reader: Reader) -> tuple[np.ndarray, np.ndarray]:

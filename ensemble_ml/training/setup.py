@@ -47,6 +47,7 @@ from ensemble_ml.training.checkpoint import (
 )
 from ensemble_ml.training.exchanges import VOTES
 from ensemble_ml.training.mllog import FILE
+from ensemble_ml.wording import date_text
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ def split_dates(config: DataConfig, init_time: np.ndarray) -> tuple[np.ndarray, 
     train, validation = (_at_hours(config, init_time, dates) for dates in (train, validation))
     both = np.intersect1d(train, validation)
     if len(both):
-        first = np.datetime64(init_time[both[0]], "h")
+        first = date_text(init_time[both[0]])
         raise UserError(
             f"data.validation={config.validation}: shares {len(both)} init times with data.train, first {first};"
             " choose different dates; the best checkpoint would otherwise be chosen by dates that it was trained on"

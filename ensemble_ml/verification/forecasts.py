@@ -24,6 +24,7 @@ from ensemble_ml.grid import TOLERANCE, Grid
 from ensemble_ml.verification.baselines import CORRECTIONS
 from ensemble_ml.verification.families import moments
 from ensemble_ml.verification.forecast_files import PARTS, READ, ForecastFile, open_file
+from ensemble_ml.wording import date_text
 
 
 @dataclass(frozen=True, eq=False)
@@ -308,7 +309,7 @@ def _headers_of(paths: list[Path]) -> dict[np.datetime64, _Headers]:
                 raise UserError(f"{path}: other {name} than {paths[0].name}; keep forecasts of one kind in a folder")
         if one.start in found:
             other = found[one.start].path.name
-            raise UserError(f"{path}: init time {str(one.start)[:13]} is also that of {other}; keep one")
+            raise UserError(f"{path}: init time {date_text(one.start)} is also that of {other}; keep one")
         found[one.start] = replace(one, axes=first.axes)  # all files share one copy of the axes
     return found
 
