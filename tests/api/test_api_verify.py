@@ -140,6 +140,7 @@ def test_two_init_times_within_a_minute_are_two(tmp_path):
     axes = {"forecast_reference_time": starts, "latitude": [45.0, 0.0, -45.0], "longitude": [0.0, 120.0, 240.0]}
     field = xr.DataArray(np.arange(18.0).reshape(2, 3, 3), axes, list(axes), attrs={"units": "K"})
     forecast = field.to_dataset(name="t2m_mean").assign_coords(time=("forecast_reference_time", starts))
+    (tmp_path / "f").mkdir()
     (found,) = open_forecasts([_saved(forecast, tmp_path / "f")])
     means = [found.predicted(start, "t2m", 0, (None,)).mean for start in starts]
     np.testing.assert_array_equal(np.squeeze(means), field)
