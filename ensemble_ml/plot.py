@@ -109,17 +109,10 @@ def fan(
     _need_matplotlib()
     from ensemble_ml.verification.plots import new_figure
 
-    name = f"{variable}_quantile"
-    if not isinstance(forecast, xr.Dataset):
-        raise UserError(f"forecast: is {type(forecast).__name__}; give the Dataset that predict returns")
+    quantiles = _quantiles_of(forecast, variable, level)
     if truth is not None:
         _check_array("truth", truth)
-    if name not in forecast:
-        there = ", ".join(sorted(str(one).removesuffix("_quantile") for one in forecast if "_quantile" in str(one)))
-        raise UserError(f"{variable}: the forecast has no quantiles of it; it has some of {there or 'nothing'}")
-    if level is not None and "level" not in forecast[name].coords:
-        raise UserError(f"level={level}: the forecast of {variable} has no levels; leave it out")
-    values = _by_lead(_at(forecast[name], latitude, longitude, level))
+    values = _by_lead(_at(quantiles, latitude, longitude, level))
     if "quantile" not in values.dims:  # one was selected
         values = values.expand_dims("quantile")
     values = values.transpose("quantile", "lead").compute()
@@ -132,10 +125,10 @@ def fan(
         seen = _by_lead(_at(truth.rename(truth.name or "truth"), latitude, longitude, level))
         if lacking := sorted(set(hours) - set(seen["lead"].values)):
             raise UserError(f"truth: has no values at {', '.join(f'{one:g}' for one in lacking)} h of the forecast")
-        _check_same("truth", forecast[name], truth)
-        _check_units("truth", truth, forecast[name].attrs.get("units", ""))
+        _check_same("truth", quantiles, truth)
+        _check_units("truth", truth, quantiles.attrs.get("units", ""))
         axis.plot(hours, seen.sel(lead=hours).values, "x", color="black", ms=7, mew=1.6, label="truth")
-    units = forecast[name].attrs.get("units", registered(variable).units)
+    units = quantiles.attrs.get("units", registered(variable).units)
     axis.set_xlabel("lead time, h")
     axis.set_ylabel(f"{registered(variable).long_name}, {units}")
     axis.set_xticks(hours)
@@ -276,6 +269,19 @@ def _bands(axis: Any, hours: np.ndarray, levels: np.ndarray, values: np.ndarray)
         axis.fill_between(hours, values[low], values[high], color=BLUE, alpha=0.22, lw=0, label=label)
     middle = int(np.abs(levels - 0.5).argmin())
     axis.plot(hours, values[middle], "o-", color=BLUE, ms=4, label=f"{100 * levels[middle]:g} %")
+
+
+def _quantiles_of(forecast: xr.Dataset, variable: str, level: int | None) -> xr.DataArray:
+    """Return the quantiles of a variable; refuse a forecast that has none, or none on levels if one is asked for."""
+    if not isinstance(forecast, xr.Dataset):
+        raise UserError(f"forecast: is {type(forecast).__name__}; give the Dataset that predict returns")
+    name = f"{variable}_quantile"
+    if name not in forecast:
+        there = ", ".join(sorted(str(one).removesuffix("_quantile") for one in forecast if "_quantile" in str(one)))
+        raise UserError(f"{variable}: the forecast has no quantiles of it; it has some of {there or 'nothing'}")
+    if level is not None and "level" not in forecast[name].coords:
+        raise UserError(f"level={level}: the forecast of {variable} has no levels; leave it out")
+    return forecast[name]
 
 
 def _check_array(name: str, given: Any) -> None:
